@@ -1,0 +1,152 @@
+"""The message protocol between a front (HTTP server, ``LLM``) and the engine. msgpack over any pipe."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headwater.types import FinishReason, RequestId, SamplingParams
+
+# ---- to the engine ------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """A new request. The front has checked its fields; the engine checks lengths again."""
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str | None = None
+    priority: int = 0
+    """Lower runs first; equal ones by arrival."""
+    skip_reading_prefix_cache: bool = False
+    """Do not look the prompt up (its blocks are still published)."""
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    request_id: RequestId
+
+
+class ResetCache(msgspec.Struct, tag=True, frozen=True):
+    """Forget all cached prefixes. With running requests: refused, or with ``force`` they are preempted."""
+
+    call_id: int
+    force: bool = False
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Stop now; running requests are aborted."""
+
+
+ToEngine = Submit | Abort | ResetCache | Shutdown
+
+# ---- from the engine ----------------------------------------------------------------------------
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the front shows of the engine; true limits, after fitting to memory."""
+
+    model: str
+    family: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    n_blocks: int
+    n_groups: int
+    min_reusable_tokens: int
+    dtype: str
+    kv_cache_bytes: int
+    threads: int
+    enable_prefix_caching: bool
+    hash_algo: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    row_invariant: bool
+    """What the start-up probe found of the products that will be used."""
+    notes: list[str] = []
+    """One-line remarks to print at start."""
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds of one finished request, by the engine's clock."""
+
+    queue_s: float
+    """Arrival to first admission."""
+    prefill_s: float
+    """First admission to first token."""
+    decode_s: float
+    """First to last token."""
+    e2e_s: float
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """prompt = computed + cached, for a request that consulted the cache."""
+
+    n_prompt: int
+    n_cached: int
+    n_computed: int
+    n_generated: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one step added to one request: an event for every token, ``text`` empty while a character or
+    a possible stop string is held back. ``usage`` is set from the first token on; ``finish_reason``,
+    ``stop_reason``, ``timing`` on the last delta only; ``error`` when the reason is ERROR."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    text: str
+    usage: Usage | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    error_kind: str | None = None
+    """"bad_request", "never_fits", "overloaded" or "internal": decides the HTTP status."""
+    timing: Timing | None = None
+    prefix_stop: str | None = None
+    """The reason, one of the cache's enumeration, why the hit stopped where it did; on the first delta."""
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Cumulative counters and current gauges, a snapshot after a step."""
+
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    steps: list[tuple[float, float, float]] = []
+    """Since the last snapshot, per step: (whole step seconds, model seconds, tokens computed)."""
+
+
+class Outputs(msgspec.Struct, tag=True, frozen=True):
+    """After a step (or a refusal): what each request got, with a snapshot taken after it was counted."""
+
+    deltas: list[Delta]
+    stats: EngineStats
+
+
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """Before Ready: what is being loaded, and how far that is (0 to 1)."""
+
+    what: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: EngineInfo
+
+
+class ResetDone(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ResetCache: done, or refused with the number of busy blocks."""
+
+    call_id: int
+    done: bool
+    n_busy: int
+    n_cleared: int = 0
+    n_preempted: int = 0
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True):
+    """The engine stops; nothing more will come."""
+
+    message: str
+
+
+FromEngine = Outputs | Loading | Ready | ResetDone | Fatal

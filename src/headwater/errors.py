@@ -1,0 +1,101 @@
+"""Every error that Headwater raises on purpose.
+
+    HeadwaterError
+    |-- BadRequest          the caller's input is wrong (HTTP 4xx); names the field
+    |   |-- NeverFits       the request is longer than this engine can ever hold
+    |   `-- NoChatTemplate  the model has no chat template
+    |-- Overloaded          the queue is full; the same request may succeed later (HTTP 503)
+    |-- ConfigError         an option or a combination of options is wrong
+    |-- ModelError          a model cannot be found, verified, read or understood
+    |   `-- ChecksumError   a downloaded or stored file is not the one expected
+    |-- CacheError          the cache was asked for something it must refuse
+    |   |-- OutOfBlocks     the pool cannot give that many blocks now
+    |   |-- DoubleRelease   a reference was given back twice
+    |   |-- StaleLookup     the cache changed between a look-up and its claim
+    |   |-- CacheBusy       a reset while blocks are in use
+    |   `-- AuditError      an invariant does not hold: a bug in Headwater
+    `-- EngineError         the engine failed
+        `-- EngineDead      the engine process is gone
+"""
+
+from __future__ import annotations
+
+
+class HeadwaterError(Exception):
+    """Base of all errors that Headwater raises on purpose."""
+
+
+class BadRequest(HeadwaterError):
+    """The caller's input is wrong.
+
+    ``field`` is the name of the offending field as the caller wrote it (None when it is the whole body).
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class NeverFits(BadRequest):
+    """The request needs more tokens or blocks than this engine can ever give to one request."""
+
+
+class NoChatTemplate(BadRequest):
+    """A chat request for a model without a chat template."""
+
+
+class Overloaded(HeadwaterError):
+    """The queue is full: nothing is wrong with the request, and it may succeed later."""
+
+
+class ConfigError(HeadwaterError):
+    """An option, or a combination of options, is wrong."""
+
+
+class ModelError(HeadwaterError):
+    """A model cannot be found, read or understood."""
+
+
+class ChecksumError(ModelError):
+    """A file is not the one that was expected."""
+
+
+class CacheError(HeadwaterError):
+    """The cache was asked for something it must refuse; its state is as before."""
+
+
+class OutOfBlocks(CacheError):
+    """The pool cannot give that many blocks now."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} blocks needed, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+class DoubleRelease(CacheError):
+    """A reference was given back twice; the second time was refused."""
+
+
+class StaleLookup(CacheError):
+    """The cache changed between a look-up and its claim."""
+
+
+class CacheBusy(CacheError):
+    """A reset while blocks are in use."""
+
+    def __init__(self, n_busy: int) -> None:
+        super().__init__(f"{n_busy} blocks are in use by running requests")
+        self.n_busy = n_busy
+
+
+class AuditError(CacheError):
+    """An invariant of the cache does not hold: a bug in Headwater."""
+
+
+class EngineError(HeadwaterError):
+    """The engine failed."""
+
+
+class EngineDead(EngineError):
+    """The engine process is gone."""
