@@ -1,0 +1,146 @@
+"""The answer to "how much of this prompt is in memory, and why not more?"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from headwater.cache.block import Node
+from headwater.cache.group import GroupHit, GroupLayout, Layout, copy_for, first_block
+from headwater.types import RequestId
+
+if TYPE_CHECKING:
+    from headwater.cache.index import PrefixIndex
+    from headwater.cache.key import TokenChain
+
+
+class StopReason(str, Enum):
+    """Why a hit ended where it did."""
+
+    NO_RECORD = "no_record"
+    DIFFERS = "differs"
+    EVICTED = "evicted"
+    OTHER_IDENTITY = "other_identity"
+    COMPUTING = "computing"
+    PARTIAL_BLOCK = "partial_block"
+    LAST_TOKEN = "last_token"
+    BYPASSED = "bypassed"
+    GROUP_CANNOT_START = "group_cannot_start"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The reason, and what belongs to it.
+
+    ``at_token``: position of the first token that is not reused for this reason; for DIFFERS the first
+    that is not equal, which may lie inside a block.
+    """
+
+    reason: StopReason
+    at_token: int
+    evicted_at: float | None = None
+    """EVICTED: clock of the cache, seconds."""
+    request: RequestId | None = None
+    """EVICTED: the request that needed the block. COMPUTING: the request that computes it now."""
+    option: str | None = None
+    """BYPASSED: by which option."""
+    group: int | None = None
+    """GROUP_CANNOT_START: which group."""
+
+    def describe(self) -> str:
+        """One sentence for people."""
+        at = f"at token {self.at_token}"
+        return {
+            StopReason.NO_RECORD: f"no record of what follows {at}",
+            StopReason.DIFFERS: f"differs from what is recorded {at}",
+            StopReason.EVICTED: f"evicted {at} (at {self.evicted_at} s, for request {self.request})",
+            StopReason.OTHER_IDENTITY: f"the same tokens are recorded with another adapter or media {at}",
+            StopReason.COMPUTING: f"being computed now by request {self.request} {at}",
+            StopReason.PARTIAL_BLOCK: f"every full block hit; the rest {at} fills no block",
+            StopReason.LAST_TOKEN: f"every block but the last hit; the last token must be computed ({at})",
+            StopReason.BYPASSED: f"not looked up: bypassed by {self.option}",
+            StopReason.GROUP_CANNOT_START: f"group {self.group} holds too little to start {at}",
+        }[self.reason]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The longest usable hit for a chain, at one moment. Pure: nothing was changed to find it.
+
+    ``n_hit`` tokens, at most ``n_tokens - 1`` and a multiple of the smallest reusable length; ``tables`` has
+    per group the blocks that it takes to go on there.
+    """
+
+    n_tokens: int
+    n_hit: int
+    tables: tuple[GroupHit, ...]
+    stop: Stop
+    chain: TokenChain = field(repr=False)
+    path: Sequence[Node] = field(repr=False)
+    """Nodes of the hit's units."""
+    epoch: int = field(repr=False)
+    """The index's count of withdrawals at that moment."""
+
+    @property
+    def bypassed(self) -> bool:
+        return self.stop.reason is StopReason.BYPASSED
+
+
+def explain(index: PrefixIndex, chain: TokenChain, path: Sequence[Node], n_hit: int, n_limit: int) -> Stop:
+    """Why the hit ended after ``n_hit`` units, with ``path`` proven and ``n_limit`` units asked for."""
+    layout = index.layout
+    if n_hit == n_limit:
+        aligned = len(chain) % layout.hit_unit == 0 and len(chain) > 0
+        reason = StopReason.LAST_TOKEN if aligned else StopReason.PARTIAL_BLOCK
+        return Stop(reason, n_hit * layout.unit)
+    missing = _missing_copy(index, path, n_hit)
+    if missing is None:
+        return _end_of_path(index, chain, path)
+    group, block = missing
+    at_token = block * group.spec.block_size
+    node = group.node_of(path, block)
+    for i in range(block * group.ratio, (block + 1) * group.ratio):
+        owner = index.computing_owner(path[i - 1] if i else index.root_of(chain), chain, i)
+        if owner is not None:
+            return Stop(StopReason.COMPUTING, at_token, request=owner)
+    eviction = index.ghosts.nodes.get(node)
+    if eviction is not None:
+        return Stop(StopReason.EVICTED, at_token, evicted_at=eviction.when, request=eviction.wanted_by)
+    return Stop(StopReason.GROUP_CANNOT_START, at_token, group=group.index)
+
+
+def _missing_copy(index: PrefixIndex, path: Sequence[Node], n_hit: int) -> tuple[GroupLayout, int] | None:
+    """The first block on the path that is missing for the next longer hit; None if only the path is too short."""
+    layout: Layout = index.layout
+    n_next = n_hit + layout.period
+    for group in layout.reusable:
+        if group.spec.window is None:
+            first, last = n_hit // group.ratio, min(n_next, len(path)) // group.ratio
+        elif n_next <= len(path):
+            first, last = first_block(group.spec, n_next * layout.unit), n_next // group.ratio
+        else:
+            continue
+        for block in range(first, last):
+            if copy_for(group.node_of(path, block), group.index, index.pool) is None:
+                return group, block
+    return None
+
+
+def _end_of_path(index: PrefixIndex, chain: TokenChain, path: Sequence[Node]) -> Stop:
+    """Why there is no node for the unit after the path."""
+    i = len(path)
+    at_token = i * index.layout.unit
+    parent = path[-1] if path else index.root_of(chain)
+    tokens = chain.chunk(i)
+    owner = index.computing_owner(parent, chain, i)
+    if owner is not None:
+        return Stop(StopReason.COMPUTING, at_token, request=owner)
+    if parent is not None and any(True for _ in parent.with_tokens(tokens)):
+        return Stop(StopReason.OTHER_IDENTITY, at_token)
+    if not path and index.known_elsewhere(chain):
+        return Stop(StopReason.OTHER_IDENTITY, at_token)
+    if parent is None or not parent.has_children:
+        return Stop(StopReason.NO_RECORD, at_token)
+    return Stop(StopReason.DIFFERS, at_token + parent.longest_shared(tokens))

@@ -1,0 +1,313 @@
+"""Random sequences of everything that can happen to the cache, against the plain model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from cache_model import CONSTANT, TRUNCATED, Blocks, full, make_cache, sliding
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from headwater.cache.block import Holding
+from headwater.cache.events import AllCleared, BlockRemoved, BlockStored, EventLog
+from headwater.cache.key import TokenChain
+from headwater.cache.lookup import StopReason
+from headwater.errors import CacheBusy, DoubleRelease, OutOfBlocks
+from headwater.types import Namespace
+
+NAMESPACES = (
+    Namespace(b"w"),
+    Namespace(b"w", salt="a"),
+    Namespace(b"w", adapters=((b"p", 1.0),)),
+)
+
+
+@dataclass(eq=False)
+class Seq:
+    name: str
+    namespace: Namespace
+    chain: TokenChain
+    holding: Holding
+    n_computed: int
+    n_scheduled: int
+    steps: set[int] = field(default_factory=set)
+    """Steps in flight that name it."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self.chain.tokens)
+
+
+@dataclass
+class Row:
+    seq: Seq
+    start: int
+    end: int
+    blocks: list[tuple[int, int, int]]
+    """(group, end position, block) of each block written, as the runner was told."""
+
+
+class CacheMachine(RuleBasedStateMachine):
+    GROUPS = (full(4),)
+    HASHER = None
+    MAX_GHOSTS = 65_536
+    N_BLOCKS = 14
+    EXACT = True
+    """Whether the model knows everything that is resident (not when ghosts are dropped early)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.cache = make_cache(
+            *self.GROUPS,
+            n_blocks=self.N_BLOCKS,
+            hasher=self.HASHER,
+            max_ghosts=self.MAX_GHOSTS,
+            clock=self.clock,
+            events=EventLog(enabled=True),
+        )
+        self.model = Blocks(self.cache.groups, self.cache.unit, self.cache.min_reusable_tokens)
+        self.running: list[Seq] = []
+        self.released: list[Holding] = []
+        self.in_flight: list[tuple[int, list[Row]]] = []
+        self.n_steps = 0
+        self.n_seqs = 0
+        self.heard: set[tuple[int, bytes]] = set()
+        self.next_event = 0
+
+    def clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    # -- rules --------------------------------------------------------------------------------------------
+
+    @rule(
+        bits=st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        repeat=st.integers(1, 6),
+        cut=st.integers(0, 5),
+        namespace=st.sampled_from(NAMESPACES),
+    )
+    def admit(self, bits: list[int], repeat: int, cut: int, namespace: Namespace) -> None:
+        tokens = [bit for bit in bits for _ in range(repeat)]
+        self.start(namespace, tokens[: max(1, len(tokens) - cut)])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), keep=st.integers(0, 30), more=st.lists(st.integers(0, 1), max_size=6))
+    def admit_relative(self, data: st.DataObject, keep: int, more: list[int]) -> None:
+        """A prompt that shares a beginning with a running sequence."""
+        seq = data.draw(st.sampled_from(self.running))
+        self.start(seq.namespace, [*seq.tokens[:keep], *more, 1])
+
+    def start(self, namespace: Namespace, tokens: list[int]) -> None:
+        chain = self.cache.chain(namespace, tokens)
+        lookup = self.cache.lookup(chain)
+        self.model.check_hit(namespace, tokens, lookup)
+        best = self.model.longest_hit(namespace, tokens)
+        assert lookup.n_hit == best if self.EXACT else lookup.n_hit <= best
+        self.check_stop(namespace, tokens, lookup.n_hit, lookup.stop)
+        first_chunk = min(len(tokens), lookup.n_hit + 8)
+        fits = self.cache.can_admit(lookup, first_chunk)
+        name = f"s{self.n_seqs}"
+        self.n_seqs += 1
+        holding = self.cache.claim(chain, lookup, name)
+        seq = Seq(name, namespace, chain, holding, lookup.n_hit, lookup.n_hit)
+        assert (self.cache.blocks_missing(holding, first_chunk) <= self.cache.available) == fits
+        if fits:
+            self.allocate(seq, first_chunk)
+            self.running.append(seq)
+        else:
+            self.cache.release(holding)
+
+    def check_stop(self, namespace: Namespace, tokens: list[int], n_hit: int, stop) -> None:
+        assert stop.describe()
+        assert n_hit <= stop.at_token <= len(tokens) or self.EXACT is False or len(self.GROUPS) > 1
+        unit = self.cache.unit
+        known = {seq.name: seq for seq in self.running}
+        if stop.reason is StopReason.COMPUTING:
+            other = known[stop.request]
+            end = stop.at_token // unit * unit + unit
+            assert other.namespace == namespace
+            assert list(other.tokens[:end]) == tokens[:end]
+        if stop.reason in (StopReason.PARTIAL_BLOCK, StopReason.LAST_TOKEN):
+            assert len(tokens) - n_hit <= self.cache.min_reusable_tokens
+        if stop.reason is StopReason.EVICTED:
+            assert stop.evicted_at is not None and stop.request is not None
+
+    def allocate(self, seq: Seq, n_tokens: int) -> bool:
+        held = {block for other in self.running for table in other.holding.tables for block in table.blocks}
+        held |= {block for _, rows in self.in_flight for row in rows for _, _, block in row.blocks}
+        before = self.cache.available
+        try:
+            new = self.cache.allocate(seq.holding, n_tokens)
+        except OutOfBlocks:
+            assert self.cache.blocks_missing(seq.holding, n_tokens) > before == self.cache.available
+            return False
+        taken = [block for blocks in new for block in blocks]
+        assert len(set(taken)) == len(taken)
+        assert not held & set(taken), "a block was given to a second owner"
+        self.model.taken(taken)
+        return True
+
+    @precondition(lambda self: self.running and len(self.in_flight) < 3)
+    @rule(data=st.data(), chunk=st.integers(1, 9))
+    def plan(self, data: st.DataObject, chunk: int) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.running), unique=True, min_size=1, max_size=4))
+        rows = []
+        for seq in chosen:
+            end = min(len(seq.chain), seq.n_scheduled + chunk)
+            if end == seq.n_scheduled or not self.allocate(seq, end):
+                continue
+            blocks = []
+            for g, (spec, table) in enumerate(zip(self.cache.groups, seq.holding.tables, strict=True)):
+                for j in range(seq.n_scheduled // spec.block_size, -(-end // spec.block_size)):
+                    blocks.append((g, (j + 1) * spec.block_size, table.blocks[j - table.first]))
+            rows.append(Row(seq, seq.n_scheduled, end, blocks))
+            seq.n_scheduled = end
+            seq.steps.add(self.n_steps)
+        self.in_flight.append((self.n_steps, rows))
+        self.n_steps += 1
+
+    @precondition(lambda self: self.in_flight)
+    @rule(sampled=st.integers(0, 1))
+    def apply(self, sampled: int) -> None:
+        """The oldest step is confirmed: its writes are in memory, whoever owns those blocks by now."""
+        number, rows = self.in_flight.pop(0)
+        for row in rows:
+            self.write(row, row.seq.tokens)
+        for row in rows:
+            seq = row.seq
+            seq.steps.discard(number)
+            if seq not in self.running:
+                continue
+            start, seq.n_computed = seq.holding.n_published, row.end
+            if seq.holding.cursor is not None or start == 0:
+                self.cache.publish(seq.chain, seq.holding, seq.n_computed)
+                self.model.publish(seq.namespace, seq.tokens, seq.holding, start, seq.n_computed)
+            self.cache.slide(seq.holding, seq.n_computed, fence=max(seq.steps, default=None))
+            if seq.n_computed == len(seq.chain) and len(seq.chain) < 40:
+                seq.chain.extend([sampled])
+        self.cache.step_applied(number)
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def fail_step(self) -> None:
+        """The oldest step raises, half written; those after it in flight are worthless too."""
+        for number, rows in self.in_flight:
+            for row in rows:
+                self.write(row, (99,) * row.end)
+                row.seq.steps.clear()
+                row.seq.n_scheduled = row.seq.n_computed
+            self.cache.step_applied(number)
+        self.in_flight.clear()
+
+    def write(self, row: Row, tokens: tuple[int, ...]) -> None:
+        for g, end, block in row.blocks:
+            self.model.written[block] = (g, row.seq.namespace, tokens[: min(end, row.end)])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """Finish, abort or preemption, at any moment."""
+        seq = data.draw(st.sampled_from(self.running))
+        self.running.remove(seq)
+        self.cache.release(seq.holding, fence=max(seq.steps, default=None))
+        self.released.append(seq.holding)
+
+    @precondition(lambda self: self.released)
+    @rule(data=st.data())
+    def release_again(self, data: st.DataObject) -> None:
+        before = self.cache.stats()
+        with pytest.raises(DoubleRelease):
+            self.cache.release(data.draw(st.sampled_from(self.released)))
+        after = self.cache.stats()
+        assert after.refused_releases == before.refused_releases + 1
+        assert (after.free, after.evictable, after.in_use) == (before.free, before.evictable, before.in_use)
+
+    @rule()
+    def reset(self) -> None:
+        busy = self.cache.n_blocks - self.cache.available
+        if busy:
+            with pytest.raises(CacheBusy):
+                self.cache.reset()
+        else:
+            cached = len(self.cache.pool.evictable)
+            assert self.cache.reset() == cached
+            self.model.published.clear()
+
+    # -- after each ---------------------------------------------------------------------------------------
+
+    @invariant()
+    def holds(self) -> None:
+        self.cache.audit([seq.holding for seq in self.running])
+        stats = self.cache.stats()
+        assert stats.in_use + stats.evictable + stats.free + stats.fenced == self.cache.n_blocks
+        if not self.running and not self.in_flight:
+            assert stats.in_use == stats.fenced == 0
+        if self.EXACT:
+            held = {block for block, node in enumerate(self.cache.pool.node) if node is not None}
+            assert held == set(self.model.published)
+
+    @invariant()
+    def events_tell_all(self) -> None:
+        for event in self.cache.events.drain():
+            assert event.sequence == self.next_event
+            self.next_event += 1
+            if isinstance(event, BlockStored):
+                assert (event.group, event.key) not in self.heard
+                self.heard.add((event.group, event.key))
+            elif isinstance(event, BlockRemoved):
+                self.heard.remove((event.group, event.key))
+            else:
+                assert isinstance(event, AllCleared)
+                self.heard.clear()
+        pool = self.cache.pool
+        found = {(pool.group[b], node.key) for b, node in enumerate(pool.node) if node is not None}
+        assert self.heard == found
+        assert {(event.group, event.key) for event in self.cache.snapshot()} == found
+
+
+WORLDS = {
+    "full": ((full(4),), 14),
+    "full-and-sliding": ((full(4), sliding(4, 6)), 24),
+    "two-sliding": ((sliding(4, 6), sliding(2, 7)), 24),
+    "blocks-of-4-and-6": ((full(4), full(6)), 20),
+    "full-8-sliding-4": ((full(8), sliding(4, 7)), 20),
+    "sliding-and-scratch": ((sliding(2, 4), full(3, reusable=False)), 26),
+}
+HASHERS = {"honest": None, "constant": CONSTANT, "truncated": TRUNCATED}
+GHOSTS = {"many-ghosts": 65_536, "few-ghosts": 3, "no-ghosts": 0}
+CASES = [
+    (world, hasher, ghosts)
+    for world in WORLDS
+    for hasher in HASHERS
+    for ghosts in GHOSTS
+    if (hasher, ghosts) in {("honest", "many-ghosts"), ("constant", "many-ghosts"), ("truncated", "few-ghosts")}
+    or (hasher, ghosts, world) == ("honest", "no-ghosts", "full")
+]
+
+
+@pytest.mark.parametrize(("world", "hasher", "ghosts"), CASES)
+def test_random_operations_against_the_model(world: str, hasher: str, ghosts: str) -> None:
+    members = {
+        "GROUPS": WORLDS[world][0],
+        "N_BLOCKS": WORLDS[world][1],
+        "HASHER": HASHERS[hasher],
+        "MAX_GHOSTS": GHOSTS[ghosts],
+        "EXACT": ghosts == "many-ghosts",
+    }
+    machine = type("Machine", (CacheMachine,), members)
+    random.seed(0)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
