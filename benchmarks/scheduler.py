@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from headwater.cache.prefix import PrefixCache
-
 from headwater.config import CacheConfig, SchedulerConfig
 from headwater.engine.core import EngineCore
 from headwater.engine.messages import EngineInfo, Submit

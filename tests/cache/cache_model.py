@@ -107,9 +107,7 @@ class Blocks:
                 return length
         return 0
 
-    def _can_start(
-        self, held: set[Content], g: int, namespace: Namespace, tokens: Sequence[int], length: int
-    ) -> bool:
+    def _can_start(self, held: set[Content], g: int, namespace: Namespace, tokens: Sequence[int], length: int) -> bool:
         spec = self.groups[g]
         if not spec.reusable:
             return True

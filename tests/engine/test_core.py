@@ -41,6 +41,7 @@ class Engine:
     max_waiting: int = 4096
     groups: tuple[GroupSpec, ...] = (GroupSpec(GroupKind.FULL, 4),)
     caching: bool = True
+    rng_seed: int = 1
     script: dict[str, bytes | list[int]] = field(default_factory=dict)
     """What a request's output tokens are, where the test decides."""
 
@@ -64,7 +65,7 @@ class Engine:
             byte_tokenizer(),
             info,
             namespace=Namespace(b"weights"),
-            rng=random.Random(1),
+            rng=random.Random(self.rng_seed),
             clock=clock,
         )
 
@@ -456,6 +457,11 @@ def test_a_seed_is_drawn_once_at_arrival() -> None:
         outs.append([engine.tokens(r) for r in ("seeded", "drawn", "drawn2")])
     assert outs[0] == outs[1]  # the engine's own generator started the same
     assert len({tuple(out) for out in outs[0]}) == 3
+    other = Engine(rng_seed=2)
+    other.submit("seeded", b"hello", params={"temperature": 1.0, "seed": 5, "max_tokens": 6})
+    other.submit("drawn", b"hello", params={"temperature": 1.0, "max_tokens": 6})
+    other.run()
+    assert other.tokens("seeded") == outs[0][0] and other.tokens("drawn") != outs[0][1]
 
 
 def test_a_preempted_request_says_everything_once() -> None:

@@ -109,6 +109,20 @@ class Harness:
             self.step()
         raise AssertionError(f"still {self.sched.n_running} running and {self.sched.n_waiting} waiting")
 
+    def run_overlapped(self, limit: int = 2000) -> None:
+        """As ``run``, always with the next step planned before the last one's result is applied."""
+        flying: list[StepPlan] = []
+        for _ in range(limit):
+            plan = self.sched.plan()
+            if plan is not None:
+                flying.append(plan)
+            if not flying:
+                self.check_idle()
+                return
+            if plan is None or len(flying) > 1:
+                self.land(flying.pop(0))
+        raise AssertionError(f"still {self.sched.n_running} running and {self.sched.n_waiting} waiting")
+
     def generate(self, request_id: str, tokens: Seq[int], max_tokens: int = 1, **kwargs: object) -> Sequence:
         """Add one request, run to idle, check its output."""
         seq = self.add(request_id, tokens, max_tokens, **kwargs)  # type: ignore[arg-type]

@@ -113,21 +113,115 @@ def test_b22b_blocks_of_one_preempted_in_flight_wait_for_its_step(groups: tuple)
     h.check_outputs()
 
 
+def test_b22b_one_that_yielded_does_not_come_back_to_take_what_the_other_waits_for() -> None:
+    h = Harness(n_blocks=9, budget=8)
+    h.add("low", span(1, 11), 9, priority=1)
+    h.step()
+    h.step()
+    h.add("high", span(101, 124), 2, priority=0)
+    h.step()  # low 11; high 0..6
+    three = h.plan()  # low 12, in its fourth block; high 7..13
+    # high 14..21 needs two blocks and one is free: low yields. Its own next start would need just that one.
+    assert h.sched.plan() is None
+    assert h.sequences["low"].n_preemptions == 1 and h.cache.available == 1
+    assert h.sched.plan() is None
+    h.land(three)
+    assert [r.request_id for r in h.step().continued] == ["high"]
+    h.run()
+    h.check_outputs()
+
+
+def test_nobody_yields_while_blocks_that_suffice_come_back_with_a_step_in_flight() -> None:
+    h = Harness(n_blocks=8, budget=6)
+    h.add("gone", span(1, 5), 9, priority=1)
+    h.add("new", span(21, 25), 9, priority=2)
+    h.step()
+    h.step()
+    h.add("old", span(11, 26), 4, priority=0)  # four tokens a step beside the two that decode
+    h.step()
+    h.step()
+    five = h.plan()
+    assert [len(h.tables(r)[0]) for r in ("gone", "new", "old")] == [3, 2, 3]  # that is all
+    h.sched.finish("gone", FinishReason.STOP)
+    assert h.sched.plan() is None  # old needs one more; three come back when the step has landed
+    assert h.sched.n_preemptions == 0
+    h.land(five)
+    h.step()
+    assert h.sched.n_preemptions == 0 and len(h.tables("old")[0]) == 4
+    h.run()
+    h.check_outputs()
+
+
+def test_a_lone_sequence_with_steps_in_flight_waits_for_its_window_rather_than_yield() -> None:
+    h = Harness(groups=(sliding(4),), n_blocks=3, budget=4)
+    h.add("r", span(1, 24), 3)
+    flying = [h.plan(), h.plan(), h.plan()]
+    assert h.sched.plan() is None  # no block is left until the window slides
+    while flying:
+        h.land(flying.pop(0))
+        plan = h.sched.plan()
+        if plan is not None:
+            flying.append(plan)
+    h.check_idle()
+    h.check_outputs()
+    assert h.sched.n_preemptions == 0 and len(h.outputs["r"]) == 3
+
+
+def test_only_what_was_confirmed_is_findable_while_more_is_in_flight() -> None:
+    h = Harness(budget=4)
+    h.add("r", span(1, 12), 2)
+    one, two = h.plan(), h.plan()
+    h.land(one)
+    assert h.cache.lookup(h.sequences["r"].chain).n_hit == 4
+    h.land(two)
+    assert h.cache.lookup(h.sequences["r"].chain).n_hit == 8
+    h.run()
+
+
+def test_a_removal_that_a_failed_step_may_have_lost_is_told_again() -> None:
+    h = Harness()
+    h.add("a", span(1, 4), 1)
+    h.add("b", span(11, 14), 6)
+    h.step()
+    plan = h.plan()
+    assert plan.removed == ("a",)
+    h.runner.faults.raise_early = True
+    with pytest.raises(RuntimeError):
+        h.runner.execute(plan)
+    h.sched.fail_step(plan.step)
+    h.add("a", span(21, 24), 3)  # the same id again: the runner would know it twice
+    assert set(h.step().removed) == {"a", "b"}
+    h.run()
+    h.check_outputs()
+
+
+def test_a_removal_is_not_told_again_when_the_id_runs_again() -> None:
+    h = Harness()
+    h.add("a", span(1, 4), 1)
+    h.add("b", span(11, 14), 6)
+    h.step()
+    one = h.plan()
+    h.add("a", span(21, 24), 3)
+    two = h.plan()
+    assert one.removed == ("a",) and [row.request_id for row in two.added] == ["a"]
+    h.runner.faults.raise_late = True
+    with pytest.raises(RuntimeError):
+        h.runner.execute(one)
+    h.sched.fail_step(one.step)
+    h.land(two)
+    three = h.step()
+    assert three.removed == ("b",) and [row.request_id for row in three.continued] == ["a"]
+    h.run()
+    h.check_outputs()
+
+
 @GROUPS
 @pytest.mark.parametrize("budget", [4, 8])
 def test_always_a_step_in_flight_and_too_few_blocks(groups: tuple, budget: int) -> None:
     h = Harness(groups=groups, n_blocks=8 * len(groups), budget=budget)
     for i, r in enumerate("abcd"):
         h.add(r, [i + 1, *span(100, 113)], 12, priority=i % 2)
-    flying = [h.plan()]
-    for _ in range(500):
-        plan = h.sched.plan()
-        if plan is not None:
-            flying.append(plan)
-        if not flying:
-            break
-        h.land(flying.pop(0))
-    h.check_idle()
+    h.run_overlapped()
     h.check_outputs()
     assert h.sequences["a"].n_preemptions == 0
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from headwater.sched.draft import Draft, Entry
 from headwater.step import RowSampling
 from headwater.types import FinishReason
 from tests.sched.harness import FULL4, Harness, sliding, span
@@ -167,3 +168,53 @@ def test_finish_of_all_while_preempted_leaves_nothing() -> None:
         h.sched.finish(r, FinishReason.ABORT)
     h.check_idle()
     h.generate("d", span(1, 9), 3)
+
+
+def test_a_request_bypasses_the_cache_once_however_often_it_resumes() -> None:
+    h = Harness()
+    h.add("a", span(1, 9), 4, bypass="skip_reading_prefix_cache")
+    for _ in range(3):
+        h.step()
+        h.sched.preempt_all()
+    h.run()
+    h.check_outputs()
+    stats = h.cache.stats()
+    assert (stats.bypassed_requests, stats.query_tokens, stats.resumed_query_tokens) == (1, 0, 0)
+
+
+def test_a_hit_that_is_lost_before_its_step_ran_is_recomputed_not_computed() -> None:
+    h = Harness()
+    h.generate("warm", span(1, 9))
+    h.add("r", span(1, 10), 2)
+    plan = h.plan()
+    h.sched.preempt_all()
+    h.land(plan)
+    h.cache.reset()
+    h.run()
+    h.check_outputs()
+    counted = h.sched.accounting
+    assert h.n_hit("r") == 8
+    assert counted.prompt_tokens_computed == 9 + 2 and counted.tokens_recomputed == 8
+
+
+def test_a_follower_that_waits_for_room_starts_once_the_leader_has_published() -> None:
+    h = Harness(n_blocks=6, budget=40)
+    h.add("leader", span(1, 16), 8)
+    h.add("follower", [*span(1, 16), 99], 2)  # five blocks; two are left
+    assert [row.request_id for row in h.step().added] == ["leader"]
+    assert [row.request_id for row in h.step().added] == ["follower"]  # four of them are the leader's
+    assert h.n_hit("follower") == 16
+    h.run()
+    h.check_outputs()
+
+
+def test_dropping_an_entry_gives_its_tokens_back_to_the_budget() -> None:
+    h = Harness()
+    seq, other = h.add("a", span(1, 9), 4), h.add("b", span(1, 9), 4)
+    draft = Draft(10)
+    draft.place(Entry(seq, 0, 9))
+    assert draft.budget == 1
+    draft.drop(other)  # has none
+    assert draft.budget == 1
+    draft.drop(seq)
+    assert draft.budget == 10 and not draft.entries

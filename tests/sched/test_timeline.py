@@ -106,10 +106,16 @@ def test_b40_longest_prompt() -> None:
 
 @pytest.mark.parametrize("budget", [1, 4, 5, 64])
 @pytest.mark.parametrize("second", [False, True], ids=["alone", "two groups"])
-def test_b43_every_mode_hits(budget: int, second: bool) -> None:
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one step", "overlapped"])
+def test_b43_every_mode_hits(budget: int, second: bool, overlapped: bool) -> None:
     h = Harness(groups=(FULL4, sliding(6)) if second else (FULL4,), budget=budget)
     for i, n_hit in enumerate([0, 8, 8]):
-        h.generate(f"r{i}", span(1, 12), 3)
+        h.add(f"r{i}", span(1, 12), 3)
+        if overlapped:
+            h.run_overlapped()
+        else:
+            h.run()
+        h.check_output(f"r{i}")
         assert h.n_hit(f"r{i}") == n_hit
 
 

@@ -149,9 +149,9 @@ def _audit_holdings(cache: PrefixCache, nodes: dict[Node, Root]) -> None:
     for holding in cache.live:
         _check(not holding.released, f"{holding} is alive and released")
         _check(len(holding.tables) == len(cache.groups), f"{holding} has {len(holding.tables)} tables")
-        path = _history(holding.cursor)
+        proven: set[Node] = set()
         if holding.cursor is not None:
-            _check(len(path) * unit == holding.n_published, f"{holding}: its cursor is elsewhere")
+            _check(holding.cursor.depth * unit == holding.n_published, f"{holding}: its cursor is elsewhere")
             root = nodes.get(holding.cursor) or holding.cursor
             _check(index.roots.get(holding.chain.namespace) is root, f"{holding}: its cursor is in another namespace")
         for group in index.layout.reusable:
@@ -160,22 +160,25 @@ def _audit_holdings(cache: PrefixCache, nodes: dict[Node, Root]) -> None:
                 node = pool.node[block]
                 if node is None:
                     continue
-                held = _history(node)
-                _check(len(held) == (j + 1) * group.ratio, f"{holding}: block {block} was published for another place")
-                for i, at in enumerate(held):
-                    same = at.tokens == holding.chain.chunk(i) and at.extras == holding.chain.extras(i)
-                    _check(same, f"{holding}: block {block} is published with tokens it does not hold")
+                _check(node.depth == (j + 1) * group.ratio, f"{holding}: block {block} was published for another place")
+                same = _is_history(node, holding, index.roots.get(holding.chain.namespace), proven)
+                _check(same, f"{holding}: block {block} is published with tokens it does not hold")
     n_logical = sum(holding.n_blocks for holding in cache.live)
     _check(cache.n_logical == n_logical, f"{cache.n_logical} table entries counted, {n_logical} found")
 
 
-def _history(node: Node | None) -> list[Node]:
-    """The nodes of all units up to ``node``, first to last."""
-    path: list[Node] = []
-    while node is not None and not isinstance(node, Root):
-        path.append(node)
-        node = node.parent
-    return path[::-1]
+def _is_history(node: Node, holding: Holding, root: Root | None, proven: set[Node]) -> bool:
+    """Whether the path to ``node`` spells the holding's own tokens; ``proven`` nodes are not walked again."""
+    chain, at = holding.chain, node
+    walked = []
+    while at not in proven and at is not root:
+        i = at.depth - 1
+        if at.parent is None or at.tokens != chain.chunk(i) or at.extras != chain.extras(i):
+            return False
+        walked.append(at)
+        at = at.parent
+    proven.update(walked)
+    return True
 
 
 def _audit_events(cache: PrefixCache, nodes: dict[Node, Root]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headwater.cache.block import Node
 from headwater.cache.pool import BlockPool
+from headwater.errors import AuditError
 from headwater.types import BlockId, GroupKind, GroupSpec
 
 
@@ -164,9 +165,13 @@ def longest_hit(layout: Layout, path: Sequence[Node], pool: BlockPool, *, drop: 
 
 def _window_hit(layout: GroupLayout, path: Sequence[Node], n_tokens: int, pool: BlockPool) -> GroupHit:
     first = first_block(layout.spec, n_tokens)
-    wanted = (layout.node_of(path, j) for j in range(first, n_tokens // layout.spec.block_size))
-    found = (copy_for(node, layout.index, pool) for node in wanted)
-    return GroupHit(first, tuple(block for block in found if block is not None))
+    blocks = []
+    for j in range(first, n_tokens // layout.spec.block_size):
+        block = copy_for(layout.node_of(path, j), layout.index, pool)
+        if block is None:
+            raise AuditError(f"group {layout.index}: block {j} of a window that was found whole is missing")
+        blocks.append(block)
+    return GroupHit(first, tuple(blocks))
 
 
 def _all_windows(windows: Sequence[_Window], n_units: int, period: int) -> int:

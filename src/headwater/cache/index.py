@@ -313,6 +313,12 @@ class PrefixIndex:
         for holdings in self.computing.values():
             for holding in holdings:
                 holding.cursor = None
+        for first in self.by_key.values():
+            node: Node | None = first
+            while node is not None:  # a look-up made before must find its path cut off
+                node.parent = node.child = node.siblings = None
+                node.copies = ()
+                node = node.alias
         for held in (self.computing, self.roots, self.by_key, self.first_units, self.ghosts.nodes):
             held.clear()
         self.epoch += 1

@@ -9,8 +9,8 @@ too: they are written first).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class RaggedBatch:
     groups: tuple[GroupBatch, ...]
     logits_at: Tensor
     """int64 [n_sampled]: indices into the packed tokens whose logits are wanted"""
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What an Ops works out once per step and reuses in every layer (index and mask tensors); its own keys."""
 
     @property
     def n_rows(self) -> int:

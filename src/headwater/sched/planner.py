@@ -70,7 +70,7 @@ class Planner:
         places = self._places
         while draft.budget > 0 and len(places.waiting) and len(places.running) < self._max_seqs:
             seq = places.waiting.first
-            now = (places.changes, self._cache.available)
+            now = (places.n_published, self._cache.available)
             if seq.blocked_at is not None and seq.blocked_at[0] == now[0] and seq.blocked_at[1] >= now[1]:
                 return  # nothing that could help has happened since the last try
             lookup = self._cache.lookup(seq.chain, bypass=seq.bypass)  # the whole of it; the chunk is cut afterwards

@@ -26,8 +26,8 @@ class Places:
         self.in_flight = InFlight()
         self.to_remove: dict[RequestId, None] = {}
         """Rows that the runner still knows and must forget, told with the next plan; in order."""
-        self.changes = 0
-        """Moves when blocks were given back, or a prompt's blocks were published: a blocked look-up may differ."""
+        self.n_published = 0
+        """Times that blocks of a prompt were published: a look-up may reach further than before."""
 
     def take_off(self, seq: Sequence) -> None:
         """Release a running sequence's blocks and its place; results of steps in flight no longer count for it."""
@@ -36,7 +36,6 @@ class Places:
         seq.holding = None
         seq.n_cached = seq.n_computed = seq.n_scheduled = seq.n_slots = 0
         self.forget_row(seq)
-        self.changes += 1
 
     def forget_row(self, seq: Sequence) -> None:
         """The runner's row of ``seq``, and what steps in flight bring for it, are void from now on."""

@@ -218,7 +218,7 @@ class Scheduler:
         if before // unit != seq.n_computed // unit:
             cache.publish(seq.chain, holding, seq.n_computed)
             if before < seq.n_prompt:
-                self._places.changes += 1
+                self._places.n_published += 1
         if any((before - w + 1) // size != (seq.n_computed - w + 1) // size for w, size in self._windows):
             # On confirmed counts only: a step in flight may still read what the scheduled ones no longer need.
             cache.slide(holding, seq.n_computed, fence=self._places.in_flight.fence(seq))
@@ -292,7 +292,7 @@ class Scheduler:
             if seq.status is not Status.RUNNING or seq.holding is None:
                 raise AuditError(f"{seq.request_id!r} is in the running queue but {seq.status.value}")
         for seq in waiting:
-            if seq.status is not Status.WAITING or seq.holding is not None or seq.n_scheduled:
+            if seq.status is not Status.WAITING or seq.holding is not None or seq.n_scheduled or seq.n_slots:
                 raise AuditError(f"{seq.request_id!r} is in the waiting queue but {seq.status.value}, or holds blocks")
         self._cache.audit(seq.held() for seq in running)
 

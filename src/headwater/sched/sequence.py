@@ -69,7 +69,7 @@ class Sequence:
     grew: bool = False
     """Did the tables grow since they were told?"""
     blocked_at: tuple[int, int] | None = None
-    """(scheduler changes, available blocks) when admission last failed: until one moves, it fails again."""
+    """(prompts published, available blocks) when admission last failed: until one grows, it fails again."""
 
     arrival_s: float = 0.0
     admitted_s: float | None = None

@@ -1,0 +1,194 @@
+"""What may stand on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from headwater.cli import demo, models
+from headwater.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from headwater.engine.options import OPTIONS, Option
+
+CACHE_VARIABLE = "HEADWATER_CACHE"
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+SERVE_EXAMPLES = """examples:
+  headwater serve                                        the default model on http://127.0.0.1:8000
+  headwater serve gemma3-270m --max-model-len 4096       another model of the catalogue
+  headwater serve ./model.gguf --port 8080               a file; or a Hugging Face folder
+  headwater serve --kv-cache-memory-bytes 512MiB --block-size 32
+"""
+
+EXAMPLES = """examples:
+  headwater serve        fetch the default model if need be, and serve it on http://127.0.0.1:8000
+  headwater demo         watch prompts hit the prefix cache
+  headwater pull gemma3-270m
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with short errors, and a hint at the nearest option for one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
+
+    def refuse(self, argument: str) -> NoReturn:
+        """Exit with an error for an argument that is not known here."""
+        name = argument.partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
+        hint = f": did you mean {near[0]}?" if near and name.startswith("-") else ""
+        self.error(f"unknown {'option' if name.startswith('-') else 'argument'} {name}{hint}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of one command; ``run`` is the function that carries it out. Exits on an error."""
+    parser = make_parser()
+    parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command: Parser = parsed.parser
+        command.refuse(unknown[0])
+    return parsed
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="headwater",
+        description="An LLM server that reuses the KV of equal prompt beginnings, with every hit proven.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_serve(_command(commands, "serve", "serve a model over the OpenAI API", _serve, SERVE_EXAMPLES))
+    _add_demo(_command(commands, "demo", "start a server, send chats that share a beginning, show the hits", demo.run))
+    pull = _command(commands, "pull", "fetch a model of the catalogue, verify and keep it", models.pull)
+    pull.add_argument("name", help="a name that `headwater models` lists")
+    _add_cache_dir(pull)
+    _add_cache_dir(_command(commands, "models", "list the models of the catalogue", models.list_models))
+    _command(commands, "version", "show the version", models.show_version)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from headwater.cli import serve  # here: the other commands need no web server
+
+    return serve.run(arguments)
+
+
+def _command(
+    commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int], epilog: str = ""
+) -> Parser:
+    parser: Parser = commands.add_parser(
+        name,
+        help=about,
+        description=about[0].upper() + about[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _add_serve(parser: Parser) -> None:
+    _add_model(parser)
+    parser.add_argument("--host", default=ServerConfig().host, help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=_port, default=ServerConfig().port, help="port; 0: any free one (%(default)s)")
+    _add_engine_options(parser)
+
+
+def _add_demo(parser: Parser) -> None:
+    _add_model(parser)
+    parser.add_argument("--requests", type=_whole(2), default=6, help="chat requests to send (%(default)s)")
+    _add_engine_options(parser)
+
+
+def _add_model(parser: Parser) -> None:
+    about = f"catalogue name, .gguf file or Hugging Face folder ({ModelConfig().model})"
+    parser.add_argument("model_given", nargs="?", metavar="MODEL", help=about)
+    parser.add_argument("--model", metavar="MODEL", help="the same, as an option")
+
+
+def _add_engine_options(parser: Parser) -> None:
+    group = parser.add_argument_group("engine options")
+    for option in OPTIONS:
+        if option.name == "model_cache_dir":
+            _add_cache_dir(group)
+        elif option.kind is bool:
+            _add_switch(group, option)
+        else:
+            _add_option(group, option)
+
+
+def _add_switch(group: argparse._ArgumentGroup, option: Option) -> None:
+    default = _default(option)
+    group.add_argument(
+        _flag(option), action=argparse.BooleanOptionalAction, help=f"{option.about} ({'on' if default else 'off'})"
+    )
+
+
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    default = _default(option)
+    shown = "" if default is None else f" ({default})"
+    kind = str if option.kind is str else amount if option.is_bytes else _whole(option.minimum)
+    group.add_argument(
+        _flag(option),
+        type=kind,
+        choices=option.choices or None,
+        metavar=None if option.choices else "N" if option.kind is int else "NAME",
+        help=option.about + shown,
+    )
+
+
+def _add_cache_dir(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--model-cache-dir",
+        default=os.environ.get(CACHE_VARIABLE) or None,
+        metavar="DIR",
+        help=f"where fetched models are kept; the variable {CACHE_VARIABLE} sets it too",
+    )
+
+
+def _flag(option: Option) -> str:
+    return "--" + option.name.replace("_", "-")
+
+
+def _default(option: Option) -> object:
+    parts = EngineConfig(ModelConfig(), CacheConfig(), SchedulerConfig())
+    return getattr(getattr(parts, option.part), option.field)
+
+
+def amount(text: str) -> int:
+    """Bytes: a whole number, or one with a unit such as 500MB or 2GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: write 2GiB, 500MB or a number of bytes")
+    n_bytes = int(float(found[1]) * UNITS[found[2] or ""])
+    if n_bytes < 1:
+        raise argparse.ArgumentTypeError("at least one byte is needed")
+    return n_bytes
+
+
+def _whole(minimum: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
+        return value
+
+    return whole
+
+
+def _port(text: str) -> int:
+    port = _whole(0)(text)
+    if port > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {port}")
+    return port

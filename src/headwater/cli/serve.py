@@ -1,0 +1,94 @@
+"""``headwater serve``"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from headwater.cli.loading import LoadingBar
+from headwater.config import EngineConfig, ModelConfig
+from headwater.engine.messages import Loading
+from headwater.engine.options import OPTIONS, engine_config
+from headwater.errors import ConfigError
+from headwater.model.resolve import resolve
+from headwater.serve.front import Front
+from headwater.serve.run import Announce, bind
+from headwater.serve.run import serve as serve_until_stopped
+from headwater.text.tokenizer import load_tokenizer
+
+
+def config_of(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's configuration. Raises ConfigError."""
+    if arguments.model is not None and arguments.model_given is not None:
+        raise ConfigError(f"two models: {arguments.model_given} and --model {arguments.model}")
+    options = {option.name: getattr(arguments, option.name) for option in OPTIONS}
+    return engine_config(arguments.model or arguments.model_given or ModelConfig().model, options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    config = config_of(arguments)
+    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir)
+    served_name = config.model.served_model_name or config.model.model
+    listening = bind(arguments.host, arguments.port)
+    with LoadingBar() as bar:
+
+        def load(loading: Loading) -> None:
+            bar.report(loading.what, loading.fraction)
+
+        def ready(front: Front, url: str) -> None:
+            bar.done()
+            announce(front, url)
+
+        path = resolve(config.model.model, cache_dir, bar.report)
+        serve_until_stopped(
+            config,
+            listening,
+            lambda: load_tokenizer(path),
+            served_name=served_name,
+            announce=Announce(load, ready),
+        )
+    return 0
+
+
+def announce(front: Front, url: str) -> None:
+    """Tell what was decided, and how to call the server."""
+    info = front.info
+    caching = f"{info.hash_algo}, from {info.min_reusable_tokens} tokens on" if info.enable_prefix_caching else "off"
+    groups, threads = _count(info.n_groups, "group"), _count(info.threads, "thread")
+    rows = [
+        ("model", f"{front.served_name} ({info.family}, {info.dtype})"),
+        ("context", f"{info.max_model_len} tokens, prompt and output together"),
+        (
+            "KV cache",
+            f"{info.n_blocks} blocks of {info.block_size} tokens in {groups}, {info.kv_cache_bytes / 2**20:.0f} MiB",
+        ),
+        ("reuse", caching),
+        ("steps", f"up to {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens, {threads}"),
+        *(("note", note) for note in info.notes),
+    ]
+    out = Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
+    out.print(f"Headwater {version('headwater')}")
+    for name, value in rows:
+        out.print(f"  {name:<9} {value}")
+    out.print(f"\nServing on {url} (Ctrl-C stops). Try:\n\n{_example(front, url)}\n")
+    out.file.flush()
+
+
+def _example(front: Front, url: str) -> str:
+    """A command that asks the server something it can answer."""
+    path = "completions"
+    body: dict[str, object] = {"model": front.served_name, "prompt": "A headwater is", "max_tokens": 32}
+    if front.can_chat:
+        path = "chat/completions"
+        body = {"model": front.served_name, "messages": [{"role": "user", "content": "What is a headwater?"}]}
+    return f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d {shlex.quote(json.dumps(body))}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -1,0 +1,129 @@
+"""From a configuration to a running engine core: the one place where all parts meet."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headwater.cache.prefix import PrefixCache
+from headwater.config import EngineConfig
+from headwater.engine.core import EngineCore
+from headwater.engine.messages import EngineInfo
+from headwater.engine.process import Report
+from headwater.errors import ConfigError, ModelError
+from headwater.kernels import make_ops
+from headwater.kernels.probe import probe_row_invariance
+from headwater.model.decoder import Model
+from headwater.model.load import load_model, resolve_dtype
+from headwater.model.resolve import resolve
+from headwater.run.memory import MemoryPlan, available_memory, fit_blocks, plan_groups
+from headwater.run.runner import Runner
+from headwater.run.store import KVStore
+from headwater.sched.scheduler import Scheduler
+from headwater.text.tokenizer import Tokenizer, load_tokenizer
+from headwater.types import GroupSpec, Namespace
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine core, and the parts of it that others may want to look at."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    cache: PrefixCache
+    scheduler: Scheduler
+    runner: Runner
+
+
+def build_core(config: EngineConfig, report: Report) -> EngineCore:
+    """The core alone, as the engine process wants it."""
+    return build_engine(config, report).core
+
+
+def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
+    """Find and load the model, size the KV pool to this machine, and put the engine together.
+
+    All in the calling thread; ``report`` is called with what is being done and how far it is, 0 to 1. Raises
+    ModelError for a model that cannot be used, ConfigError for options that do not fit it or the machine.
+    """
+    if config.model.threads is not None:
+        torch.set_num_threads(config.model.threads)
+    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir)
+    path = resolve(config.model.model, cache_dir, report)
+    tokenizer = load_tokenizer(path)
+    ops = make_ops(resolve_dtype(config.model.dtype))
+    model = load_model(path, ops, report, cache_dir=cache_dir, max_positions=config.scheduler.max_model_len)
+    if tokenizer.vocab_size > model.spec.vocab_size:
+        raise ModelError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {model.spec.vocab_size} rows"
+        )
+    report("checking row invariance", 1.0)
+    probe = probe_row_invariance(model.linears)
+
+    groups = plan_groups(model.spec, config.cache.block_size)
+    memory = fit_blocks(model.spec, groups, ops.dtype, config.cache, config.scheduler, available_memory())
+    cache = PrefixCache(groups, memory.n_blocks, config=config.cache)
+    scheduler = Scheduler(cache, config.scheduler, max_model_len=memory.max_model_len)
+    runner = Runner(model, _store(model, groups, memory), groups)
+    core = EngineCore(
+        runner,
+        scheduler,
+        cache,
+        tokenizer,
+        _info(config, model, cache, scheduler, memory, row_invariant=probe.row_invariant, notes=[probe.line()]),
+        namespace=Namespace(model.weights_digest),
+        rng=random.Random(config.model.seed),
+    )
+    return BuiltEngine(core, tokenizer, cache, scheduler, runner)
+
+
+def _store(model: Model, groups: tuple[GroupSpec, ...], memory: MemoryPlan) -> KVStore:
+    try:
+        return KVStore(groups, memory.n_blocks, model.spec.n_kv_heads, model.spec.head_dim, model.ops.dtype)
+    except RuntimeError as error:  # how PyTorch reports that the allocator refused
+        raise ConfigError(
+            f"no memory for {memory.n_blocks} KV blocks ({memory.kv_cache_bytes} bytes): set kv_cache_memory_bytes "
+            f"to less ({error})"
+        ) from error
+
+
+def _info(
+    config: EngineConfig,
+    model: Model,
+    cache: PrefixCache,
+    scheduler: Scheduler,
+    memory: MemoryPlan,
+    *,
+    row_invariant: bool,
+    notes: list[str],
+) -> EngineInfo:
+    limit = scheduler.max_model_len
+    if limit < model.spec.max_positions and config.scheduler.max_model_len is None:
+        notes = [*notes, f"the model could take {model.spec.max_positions} tokens; the KV pool holds {limit}"]
+    if cache.min_reusable_tokens >= limit:
+        notes = [
+            *notes,
+            f"no prefix can be reused: the shortest is {cache.min_reusable_tokens} tokens, the limit {limit}",
+        ]
+    return EngineInfo(
+        model=config.model.model,
+        family=model.spec.family,
+        max_model_len=limit,
+        vocab_size=model.spec.vocab_size,
+        block_size=config.cache.block_size,
+        n_blocks=memory.n_blocks,
+        n_groups=len(cache.groups),
+        min_reusable_tokens=cache.min_reusable_tokens,
+        dtype=str(model.ops.dtype).removeprefix("torch."),
+        kv_cache_bytes=memory.kv_cache_bytes,
+        threads=torch.get_num_threads(),
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        hash_algo=config.cache.hash_algo,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        row_invariant=row_invariant,
+        notes=notes,
+    )

@@ -1,0 +1,96 @@
+"""The engine's options by their flat names (vLLM's where the meaning is the same), for the command line and ``LLM``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headwater.config import DTYPES, HASH_ALGORITHMS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headwater.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: ``name`` as users write it, and the ``part`` and ``field`` of EngineConfig that it sets.
+
+    ``kind`` is int, str or bool; ``minimum`` holds for int, ``choices`` for str.
+    """
+
+    name: str
+    part: str
+    field: str
+    kind: type
+    about: str
+    minimum: int = 1
+    choices: tuple[str, ...] = ()
+    is_bytes: bool = False
+    """An amount of memory: the command line also takes 512MiB, 2GiB and the like."""
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("dtype", "model", "dtype", str, "compute dtype; auto is bfloat16 where the CPU has it", choices=DTYPES),
+    Option("served_model_name", "model", "served_model_name", str, "the model's name in the API; default: as given"),
+    Option("max_model_len", "scheduler", "max_model_len", int, "most tokens of prompt and output together", 2),
+    Option("max_num_seqs", "scheduler", "max_num_seqs", int, "most requests in one step"),
+    Option("max_num_batched_tokens", "scheduler", "max_num_batched_tokens", int, "token budget of one step"),
+    Option("max_waiting", "scheduler", "max_waiting", int, "most requests in the queue; more are refused with 503"),
+    Option("block_size", "cache", "block_size", int, "tokens in a KV block"),
+    Option("enable_prefix_caching", "cache", "enable_prefix_caching", bool, "reuse the KV of equal beginnings"),
+    Option(
+        "prefix_caching_hash_algo",
+        "cache",
+        "hash_algo",
+        str,
+        "what finds a block; hits are proven whichever it is",
+        choices=HASH_ALGORITHMS,
+    ),
+    Option(
+        "kv_cache_memory_bytes",
+        "cache",
+        "kv_cache_memory_bytes",
+        int,
+        "memory for KV blocks, such as 2GiB; default: a share of what is free",
+        is_bytes=True,
+    ),
+    Option("num_blocks", "cache", "n_blocks", int, "number of KV blocks, instead of an amount of memory"),
+    Option("threads", "model", "threads", int, "threads of the compute kernels; default: the machine's cores"),
+    Option("seed", "model", "seed", int, "seed for requests that bring none", 0),
+    Option("model_cache_dir", "model", "cache_dir", str, "where fetched models are kept"),
+)
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration for ``model`` with ``options``; None leaves a default. Raises ConfigError by name."""
+    known = {option.name: option for option in OPTIONS}
+    parts: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {}}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(unknown_option(name, list(known)))
+        if value is not None:
+            _check(known[name], value)
+            parts[known[name].part][known[name].field] = value
+    return EngineConfig(
+        model=replace(ModelConfig(), **parts["model"]),
+        cache=replace(CacheConfig(), **parts["cache"]),
+        scheduler=replace(SchedulerConfig(), **parts["scheduler"]),
+    )
+
+
+def unknown_option(name: str, known: list[str]) -> str:
+    """The message for an option nobody knows, with the nearest known one."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+
+
+def _check(option: Option, value: object) -> None:
+    if type(value) is not option.kind:
+        raise ConfigError(f"{option.name} must be {_A[option.kind]}, got {value!r}")
+    if isinstance(value, int) and option.kind is int and value < option.minimum:
+        raise ConfigError(f"{option.name} must be at least {option.minimum}, got {value}")
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{option.name} must be one of {', '.join(option.choices)}, got {value!r}")
+
+
+_A: Mapping[type, str] = {int: "a whole number", str: "a text", bool: "True or False"}

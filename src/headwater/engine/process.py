@@ -1,0 +1,192 @@
+"""The engine process: one synchronous loop around an engine core, behind a message socket.
+
+    python -m headwater.engine.process ADDRESS FACTORY    (the configuration is the first line of stdin, as JSON)
+
+Everything numeric happens in this process's main thread. The socket is a ZeroMQ PAIR to the one front that
+started the process. stdin stays open for as long as that front lives: its end is how this process knows, at
+once and on every platform, that nobody is left to serve, and exits rather than stay behind as an orphan.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from headwater.config import EngineConfig
+from headwater.engine.messages import (
+    Abort,
+    Delta,
+    EngineInfo,
+    EngineStats,
+    Fatal,
+    FromEngine,
+    Loading,
+    Outputs,
+    Ready,
+    ResetCache,
+    ResetDone,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
+from headwater.errors import HeadwaterError
+from headwater.types import RequestId
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 1000
+"""How long the last messages may take to leave a process that ends."""
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core; `engine/core.py` is the real one."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        ...
+
+    def submit(self, message: Submit) -> list[Delta]: ...
+
+    def abort(self, request_id: RequestId) -> bool: ...
+
+    def reset(self, message: ResetCache) -> ResetDone: ...
+
+    def step(self) -> Outputs: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+Report = Callable[[str, float], None]
+"""Called while loading with what is being loaded and how far that is, 0 to 1."""
+
+CoreFactory = Callable[[EngineConfig, Report], Core]
+
+
+class EngineLoop:
+    """Reads the inbox between steps; sleeps in the socket while there is nothing to compute."""
+
+    def __init__(self, core: Core, socket: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._socket = socket
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until Shutdown."""
+        self.send(Ready(self._core.info))
+        while not self._stopping:
+            heard = self._read_inbox()
+            if self._stopping:
+                return
+            if self._core.busy:
+                self.send(self._core.step())
+            elif heard:  # no step will carry the new counters (an abort of the last request, a refusal)
+                self.send(Outputs([], self._core.stats()))
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def _read_inbox(self) -> bool:
+        """Handle every message that is there; wait for one only while idle. True if there was any."""
+        heard = False
+        while not self._stopping and self._socket.poll(0 if heard or self._core.busy else None):
+            self._handle(self._decoder.decode(self._socket.recv()))
+            heard = True
+        return heard
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            refusals = self._core.submit(message)
+            if refusals:
+                self.send(Outputs(refusals, self._core.stats()))
+        elif isinstance(message, Abort):
+            self._core.abort(message.request_id)
+        elif isinstance(message, ResetCache):
+            done = self._core.reset(message)
+            self.send(Outputs([], self._core.stats()))  # first: whoever has the answer sees it in the metrics
+            self.send(done)
+        elif isinstance(message, Shutdown):
+            self._stopping = True
+
+
+def resolve_factory(name: str) -> CoreFactory:
+    """The core factory that ``name``, "module:function", names."""
+    module, _, function = name.partition(":")
+    factory: CoreFactory = getattr(importlib.import_module(module), function)
+    return factory
+
+
+def exit_with_parent() -> None:
+    """End this process when stdin ends, that is, when the process that started this one is gone."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)  # nothing here outlives the process, and the main thread may be deep in a step
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def read_config() -> EngineConfig:
+    """The first line of stdin; read byte by byte, so that nothing of what follows is buffered away."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            raise SystemExit("headwater.engine.process: stdin ended before the configuration came")
+        line += byte
+    return msgspec.json.decode(bytes(line), type=EngineConfig)
+
+
+def serve_engine(socket: zmq.Socket[bytes], factory: str, config: EngineConfig) -> int:
+    """Load, then loop. Returns the exit status; every failure was told to the front before."""
+
+    def tell(message: FromEngine) -> None:
+        socket.send(msgspec.msgpack.encode(message))
+
+    try:
+        core = resolve_factory(factory)(config, lambda what, fraction: tell(Loading(what, fraction)))
+        EngineLoop(core, socket).run()
+    except HeadwaterError as error:  # a known fault: its message says all
+        tell(Fatal(str(error)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine failed")
+        tell(Fatal(f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def main() -> int:
+    address, factory = sys.argv[1:]
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s engine: %(message)s")
+    config = read_config()
+    exit_with_parent()
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a slow reader delays nobody else: the step loop never blocks in send
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.connect(address)
+    try:
+        return serve_engine(socket, factory, config)
+    finally:
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The operations in PyTorch, for any CPU that PyTorch runs on: the reference for native kernels.
+
+Same bits: every operation here treats a token alone or in shapes that depend on its position only
+(``tiles.py``), so that a row's result does not change with the batch, the chunk or the blocks; the linear
+layers as far as the library allows (``linear.py``; the probe says how far).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwater.kernels.linear import PackedLinear
+from headwater.kernels.ops import LayerKV, RaggedBatch
+from headwater.kernels.tiles import SPLIT, TileCall, TilePlan, TilePlanner
+
+GRAIN = 32768
+"""With so many elements for each thread, PyTorch gives every thread a share (at::internal::GRAIN_SIZE)."""
+ONE_THREAD = 16384
+"""Up to so many elements, PyTorch runs an elementwise operation in one thread (gelu shares earlier than others)."""
+
+
+class TorchOps:
+    """``Ops`` in PyTorch; ``dtype`` is torch.bfloat16 or torch.float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.linears: list[PackedLinear] = []
+        """All that were packed, for the probe."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        linear = PackedLinear(weight.to(self.dtype).contiguous(), None if bias is None else bias.to(self.dtype))
+        self.linears.append(linear)
+        return linear
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+        return (wide * scale * weight).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope_and_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: LayerKV
+    ) -> Tensor:
+        n_heads, half = q.shape[1], q.shape[2] // 2
+        key = ("rope", cos.data_ptr(), sin.data_ptr())
+        if key not in batch.prepared:
+            c, s = cos[batch.positions], sin[batch.positions]
+            batch.prepared[key] = torch.cat((c, c), -1)[:, None], torch.cat((-s, s), -1)[:, None]
+        full_cos, full_sin = batch.prepared[key]
+        both = torch.cat((q, k), 1).float()
+        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+        turned: Tensor = both * full_cos + both.roll(half, -1) * full_sin
+        slots = batch.groups[kv.group].slot_mapping
+        kv.k.view(-1, *kv.k.shape[2:]).index_copy_(0, slots, turned[:, n_heads:].to(kv.k.dtype))
+        kv.v.view(-1, *kv.v.shape[2:]).index_copy_(0, slots, v.to(kv.v.dtype))
+        return turned[:, :n_heads].to(q.dtype)
+
+    def attention(
+        self,
+        q: Tensor,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        n_tokens, n_heads, d = q.shape
+        n_kv_heads = kv.k.shape[2]
+        plan = self._plan(batch, kv.group, n_heads, n_kv_heads, window)
+        group = n_heads // n_kv_heads
+        q_rows = q.reshape(n_tokens * n_kv_heads, group * d)
+        k_rows, v_rows = kv.k.view(-1, n_kv_heads * d), kv.v.view(-1, n_kv_heads * d)
+        outs = []
+        for call in plan.calls:
+            tiles = q_rows.index_select(0, call.q_index).view(call.n_tiles, n_kv_heads, plan.tile * group, d)
+            keys = _gather(k_rows, call, n_kv_heads)
+            values = _gather(v_rows, call, n_kv_heads)
+            if softcap is None:
+                out = F.scaled_dot_product_attention(tiles, keys, values, attn_mask=call.mask, scale=scale)
+            else:
+                out = _capped_attention(tiles, keys, values, call.mask, scale, softcap)
+            outs.append(out.transpose(1, 2).reshape(-1, d))
+        flat = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return flat.index_select(0, plan.out_index).view(n_tokens, n_heads, d)
+
+    def _plan(self, batch: RaggedBatch, group: int, n_heads: int, n_kv_heads: int, window: int | None) -> TilePlan:
+        key = ("tiles", group, n_heads, n_kv_heads, window)
+        plan = batch.prepared.get(key)
+        if plan is None:
+            plan = TilePlanner(batch, group, n_heads, n_kv_heads, window, self.dtype).plan()
+            batch.prepared[key] = plan
+        return plan
+
+    def gated_act(self, gate_up: Tensor, kind: str) -> Tensor:
+        return _whole_rows(_ACTS[kind], gate_up, gate_up.shape[1] // 2)
+
+
+def _silu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _gelu_tanh(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+_ACTS: dict[str, Callable[[Tensor], Tensor]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+
+
+def _whole_rows(f: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+    """Elementwise ``f`` of x [n, ...] to [n, width], so that no thread's share ends inside a row.
+
+    PyTorch's vector exp and tanh differ in the last bit from the scalar ones used for what is left over at the
+    end of a thread's share. With shares of whole rows that is the same elements of every row, or none.
+    """
+    n, n_threads = x.shape[0], torch.get_num_threads()
+    if n * width <= ONE_THREAD or n_threads == 1:
+        return f(x)
+    # Shares are equal, so they are whole rows if the rows divide evenly. How many threads share is only
+    # certain where all do (or where it can be but 1 or 2).
+    n_even = n - n % n_threads
+    if n_threads > 2 and n_even * width <= n_threads * GRAIN:
+        n_even = 0
+    if n_even == n:
+        return f(x)
+    rest = torch.split(x[n_even:], max(1, ONE_THREAD // width))
+    return torch.cat([f(part) for part in (x[:n_even], *rest) if len(part)])
+
+
+def _gather(rows: Tensor, call: TileCall, n_kv_heads: int) -> Tensor:
+    """Keys or values of a call: [n_tiles, n_kv_heads, size, d]."""
+    got = rows.index_select(0, call.slots).view(call.n_key_rows, call.size, n_kv_heads, -1).transpose(1, 2)
+    return got if call.n_key_rows == call.n_tiles else got.expand(call.n_tiles, -1, -1, -1)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention with scores softcap * tanh(score / softcap), in float32, split by split in order."""
+    dtype = q.dtype
+    q, k, v, mask = q.float(), k.float(), v.float(), mask.float()
+    top = q.new_full((*q.shape[:3], 1), float("-inf"))
+    total = torch.zeros_like(top)
+    out = torch.zeros_like(q)
+    for at in range(0, k.shape[2], SPLIT):
+        scores = q @ k[:, :, at : at + SPLIT].transpose(-1, -2) * (scale / softcap)
+        scores = _rowwise(torch.tanh, scores) * softcap + mask[..., at : at + SPLIT]
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        finite = new_top.masked_fill(new_top == float("-inf"), 0.0)  # a row masked so far: exp(-inf - 0) = 0
+        weights = _rowwise(torch.exp, scores - finite)
+        # a row of 64 equal numbers is always whole vectors; a single number might not be
+        fade = _rowwise(torch.exp, (top - finite).repeat(1, 1, 1, 64))[..., :1]
+        total = total * fade + weights.sum(-1, keepdim=True)
+        out = out * fade + weights @ v[:, :, at : at + SPLIT]
+        top = new_top
+    return (out / total).to(dtype)
+
+
+def _rowwise(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Elementwise ``f`` over contiguous x [..., m] with m a multiple of 64."""
+    return _whole_rows(f, x.flatten(0, -2), x.shape[-1]).view_as(x)

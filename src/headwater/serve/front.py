@@ -1,0 +1,147 @@
+"""What every endpoint works with: one engine's client, its tokenizer, and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from headwater.engine.checks import check_length, check_prompt
+from headwater.engine.client import EngineClient
+from headwater.engine.messages import Delta, Submit
+from headwater.errors import NeverFits
+from headwater.serve.errors import ApiError, request_failed
+from headwater.serve.metrics import Metrics, RequestClock
+from headwater.text.tokenizer import Tokenizer
+from headwater.types import FinishReason
+
+T = TypeVar("T")
+
+MAX_TEXT_JOBS = 1024
+"""Requests that may wait for the tokenizer's thread; one more is refused with 503."""
+
+
+class Front:
+    """The HTTP side of one engine.
+
+    Text work runs in one thread, so that a long prompt never holds up the event loop; whatever cannot possibly
+    fit is refused by its length in bytes before it gets there.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, served_name: str) -> None:
+        self.client = client
+        self.info = client.info
+        self.served_name = served_name
+        self.can_chat = tokenizer.chat_template is not None
+        self.metrics = Metrics(served_name, client)
+        client.add_stats_listener(self.metrics.observe_steps)
+        self.started = int(time.time())
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
+        self._n_text_jobs = 0
+        self._longest_token_bytes = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- prompts --------------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, add_special_tokens: bool, field: str) -> list[int]:
+        """The tokens of ``text``. Raises NeverFits when even its length rules it out."""
+        self._check_text(text, field)
+
+        def work() -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=True)
+
+        token_ids = await self._in_thread(work)
+        self.check_ids(token_ids, field)
+        return token_ids
+
+    async def encode_chat(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool,
+        template_kwargs: dict[str, Any],
+    ) -> list[int]:
+        """The tokens of a conversation under the model's chat template. Raises NoChatTemplate without one."""
+
+        def work() -> list[int]:
+            text = self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+            self._check_text(text, "messages")
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=True)
+
+        token_ids = await self._in_thread(work)
+        self.check_ids(token_ids, "messages")
+        return token_ids
+
+    def check_ids(self, token_ids: Sequence[object], field: str) -> None:
+        """Refuse ids or a length that this engine cannot take."""
+        check_prompt(token_ids, vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len, field=field)
+
+    def _check_text(self, text: str, field: str) -> None:
+        """Refuse, by its size alone, a text that must have too many tokens."""
+        n_bytes = len(text.encode())
+        fewest_tokens = n_bytes // self._longest_token_bytes
+        try:
+            check_length(fewest_tokens, max_model_len=self.info.max_model_len, field=field)
+        except NeverFits:
+            raise NeverFits(
+                f"{field} has {n_bytes} bytes, that is at least {fewest_tokens} tokens, but prompt and output "
+                f"together may have at most {self.info.max_model_len} tokens (max_model_len)",
+                field=field,
+            ) from None
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        if self._n_text_jobs >= MAX_TEXT_JOBS:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{self._n_text_jobs} requests are waiting to be tokenised, the limit",
+                code="overloaded",
+            )
+        self._n_text_jobs += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._n_text_jobs -= 1
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that this server does not serve. Raises ApiError 404."""
+        if name is not None and name != self.served_name:
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"the model {name[:80]!r} is not served here: {self.served_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def generate(self, submits: Sequence[Submit], arrival: float) -> AsyncGenerator[Delta, None]:
+        """The deltas of all ``submits`` as they come; ``arrival`` is when the request came (monotonic seconds).
+
+        Leaving early aborts what is not finished. Raises ApiError when one of them fails: then all are aborted.
+        """
+        clocks = {submit.request_id: RequestClock(self.metrics, arrival) for submit in submits}
+        try:
+            async with aclosing(self.client.stream(submits)) as deltas:
+                async for delta in deltas:
+                    clocks[delta.request_id].observe(delta)
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise request_failed(delta.error or "the request failed", delta.error_kind)
+                    if delta.finish_reason is FinishReason.ABORT:
+                        raise request_failed("the request was aborted", "aborted")
+                    yield delta
+        except (asyncio.CancelledError, GeneratorExit):
+            self.metrics.count_disconnect()
+            raise
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

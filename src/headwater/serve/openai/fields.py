@@ -1,0 +1,161 @@
+"""Reading a request body: every field is honoured, refused by name, or one of the few documented no-ops."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from headwater.errors import BadRequest
+
+NO_OPS = ("user", "safety_identifier", "metadata", "prompt_cache_key")
+"""Fields that are accepted and change nothing: they speak to a provider's bookkeeping, not to a model."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "verbosity": (),
+    "chat_template": (),
+    "documents": ([],),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+"""Fields that other servers know and this one does not have yet, with the values that ask for nothing.
+
+null always asks for nothing. Any other value is refused by the field's name."""
+
+NEVER_SHOWN = ("cache_salt",)
+"""Fields whose values appear in no message, log or metric."""
+
+SHOWN_CHARS = 60
+
+ONE, MANY = "<one>", "<many>"
+"""Tags of the two branches of a union "a value or a list of values"."""
+
+M = TypeVar("M", bound="Fields")
+
+
+def one_or_many(value: object) -> str:
+    """The discriminator of such a union: without one, pydantic tries, and reports, both branches."""
+    return MANY if isinstance(value, list) else ONE
+
+
+class Fields(BaseModel):
+    """Base of all request models: strict types, no unknown fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def parse_fields(model: type[M], body: bytes) -> M:
+    """Decode and check one request body. Raises BadRequest, naming the field."""
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BadRequest(f"the body must be a JSON object, not {_json_type(data)}")
+    known = {name: value for name, value in data.items() if value is not None}  # null is the default
+    for name in data.keys() - model.model_fields.keys():
+        _check_foreign(name, data[name], model)
+        known.pop(name, None)
+    try:
+        return model.model_validate(known)
+    except ValidationError as invalid:
+        raise _as_bad_request(invalid, data, model.model_fields) from None
+
+
+def _check_foreign(name: str, value: object, model: type[Fields]) -> None:
+    """Refuse a field that ``model`` does not have, unless its value asks for nothing."""
+    if name in NO_OPS or (name in NEUTRAL and (value is None or _is_neutral(value, NEUTRAL[name]))):
+        return
+    if name in NEUTRAL:
+        harmless = " or ".join(["leave it out", *(f"send {_shown(name, neutral)}" for neutral in NEUTRAL[name])])
+        raise BadRequest(f"{name} is not supported: {harmless}", field=name)
+    raise BadRequest(unknown_field(name, [*model.model_fields, *NO_OPS, *NEUTRAL]), field=name[:SHOWN_CHARS])
+
+
+def _is_neutral(value: object, neutral: Iterable[object]) -> bool:
+    # bool is an int in Python: without the test of types, logprobs: 0 would pass for logprobs: false
+    return any(value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in neutral)
+
+
+def unknown_field(name: str, known: Iterable[str]) -> str:
+    """The message for a field nobody knows, with the nearest known one."""
+    near = difflib.get_close_matches(name[:SHOWN_CHARS], list(known), n=1)
+    return f"unknown field {name[:SHOWN_CHARS]!r}" + (f": did you mean {near[0]!r}?" if near else "")
+
+
+def _as_bad_request(invalid: ValidationError, data: Mapping[str, Any], fields: Mapping[str, Any]) -> BadRequest:
+    details = invalid.errors(include_url=False)[0]
+    path = [part for part in details["loc"] if isinstance(part, int) or not _is_branch(part)]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    top = str(path[0]) if path else None
+    if details["type"] == "missing":
+        return BadRequest(f"{where} is required", field=top)
+    if details["type"] == "extra_forbidden":
+        return BadRequest(f"unknown field {where[: 2 * SHOWN_CHARS]!r}", field=top)
+    return BadRequest(f"{where}: {_reason(details)}", field=top)
+
+
+def _is_branch(part: str) -> bool:
+    """Whether ``part`` of an error's location names a branch of a union (``ONE``, ``MANY``), not a field."""
+    return part in (ONE, MANY)
+
+
+def _reason(details: ErrorDetails) -> str:
+    message = details["msg"][0].lower() + details["msg"][1:]
+    value = details["input"]
+    top = details["loc"][0] if details["loc"] else ""
+    if isinstance(value, (str, int, float)) and top not in NEVER_SHOWN:
+        return f"{message}, got {_shown(str(top), value)}"
+    return message
+
+
+def _shown(name: str, value: object) -> str:
+    if name in NEVER_SHOWN:
+        return "a value"
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+
+
+def _json_type(value: object) -> str:
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
+    return names[type(value)]

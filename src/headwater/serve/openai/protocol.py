@@ -1,0 +1,156 @@
+"""The request bodies of the OpenAI API, with vLLM's extensions. Ranges are checked by `engine/checks.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from headwater.errors import BadRequest
+from headwater.serve.openai.fields import MANY, ONE, Fields, one_or_many
+from headwater.types import SamplingParams
+
+MAX_PROMPTS = 256
+"""Prompts in one completion request."""
+
+MAX_MESSAGES = 4096
+
+MAX_SALT_CHARS = 1024
+
+PRIORITY_RANGE = (-(2**31), 2**31 - 1)
+
+TextOrTexts = Annotated[
+    Annotated[str, Tag(ONE)] | Annotated[list[str], Tag(MANY)],
+    Discriminator(one_or_many),
+]
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    """One more event at the end: the usage, with empty choices."""
+    continuous_usage_stats: bool = False
+    """Usage so far in every event (vLLM)."""
+
+
+class GenerationFields(Fields):
+    """What both endpoints take."""
+
+    model: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """How many of the likeliest tokens are drawn from; 0 or -1: all."""
+    seed: int | None = None
+    stop: TextOrTexts = []  # noqa: RUF012 (pydantic copies defaults)
+    stop_token_ids: list[int] = []  # noqa: RUF012
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    priority: int = 0
+    """Lower runs first."""
+    return_token_ids: bool = False
+    skip_reading_prefix_cache: bool = False
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+    def check(self) -> None:
+        """What neither types nor the sampling parameters' ranges say. Raises BadRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options needs stream: true", field="stream_options")
+        if self.cache_salt is not None and len(self.cache_salt) > MAX_SALT_CHARS:
+            raise BadRequest(f"cache_salt may have at most {MAX_SALT_CHARS} characters", field="cache_salt")
+        low, high = PRIORITY_RANGE
+        if not low <= self.priority <= high:
+            raise BadRequest(f"priority must be from {low} to {high}, got {self.priority}", field="priority")
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions"""
+
+    prompt: str | list[Any]
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    max_tokens: int | None = 16
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several; token ids are not checked yet. Raises BadRequest."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise BadRequest("prompt is empty: at least one token is needed", field="prompt")
+        first = self.prompt[0]
+        if not isinstance(first, (str, list)):
+            return [self.prompt]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise BadRequest(f"prompt may have at most {MAX_PROMPTS} prompts, got {len(self.prompt)}", field="prompt")
+        for i, one in enumerate(self.prompt):
+            if type(one) is not type(first):
+                raise BadRequest(f"prompt[{i}] must be of the same kind as prompt[0]", field="prompt")
+        return self.prompt
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Tag(MANY)],
+        Discriminator(one_or_many),
+    ]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As a chat template takes it: parts joined by line breaks, "developer" under its older name."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions"""
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """The newer name of max_tokens; it wins where both are sent."""
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    """The template writes the special tokens itself."""
+    chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012
+
+    def check(self) -> None:
+        super().check()
+        if not self.messages:
+            raise BadRequest("messages is empty: at least one message is needed", field="messages")
+        if len(self.messages) > MAX_MESSAGES:
+            raise BadRequest(
+                f"messages may have at most {MAX_MESSAGES} messages, got {len(self.messages)}", field="messages"
+            )
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in self.chat_template_kwargs:
+                raise BadRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
