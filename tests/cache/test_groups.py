@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from headwater.cache.block import Node
@@ -233,3 +235,53 @@ def test_every_full_group_must_have_the_whole_run() -> None:
     assert lookup.stop.at_token == 18
     withdraw(cache, 0, 0, 0)
     assert hit(cache, span(1, 25)) == 0
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (sliding(2, 4), sliding(2, 9)),
+        (sliding(4, 6), sliding(2, 7), full(2)),
+        (full(4), full(6), sliding(2, 5)),
+        (sliding(6, 8), sliding(4, 9), full(3, reusable=False)),
+    ],
+)
+def test_the_longest_hit_against_trying_every_length(specs: tuple[GroupSpec, ...]) -> None:
+    """Random holes in every group; the blocks named must be the copies."""
+    rng = random.Random(str(specs))
+    layout = Layout.of(specs, 1)
+    lengths = set()
+    for _ in range(600):
+        n_units = rng.randrange(40)
+        pool = BlockPool(4 * 40)
+        path = path_with(pool, n_units, set())
+        held: dict[tuple[int, int], int] = {}
+        free = iter(range(4 * 40))
+        holes = rng.choice([0.02, 0.1, 0.3])
+        for g in layout.reusable:
+            for j in range(n_units // g.ratio):
+                if rng.random() > holes:
+                    block = held[g.index, j] = next(free)
+                    pool.group[block] = g.index
+                    node = g.node_of(path, j)
+                    node.copies = (*node.copies, block)
+
+        def stands(length: int, held: dict[tuple[int, int], int] = held) -> bool:
+            needed = [
+                (g.index, j)
+                for g in layout.reusable
+                for j in range(length * layout.unit // g.spec.block_size)
+                if (j + 1) * g.spec.block_size > g.spec.first_needed(length * layout.unit)
+            ]
+            return all(place in held for place in needed)
+
+        expected = max(n for n in range(0, n_units + 1, layout.period) if stands(n))
+        found, hits = longest_hit(layout, path, pool)
+        assert found == expected
+        lengths.add(found)
+        for g in layout.reusable:
+            table = hits[g.index]
+            first = g.spec.first_needed(found * layout.unit) // g.spec.block_size
+            assert (table.first, table.end) == (first, found // g.ratio)
+            assert list(table.blocks) == [held[g.index, j] for j in range(table.first, table.end)]
+    assert len(lengths) > 3

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -84,11 +85,13 @@ def test_a_step_that_raises_ends_the_engine_with_its_reason(mortal: Server) -> N
     assert "RuntimeError: the step raised" in answer.json()["error"]["message"]
 
 
-def test_no_orphan_when_the_server_is_killed() -> None:
+def test_no_orphan_and_no_socket_when_the_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with fake_server() as server:
         engine = server.engine_pid()
         server.process.kill()
         wait_until(lambda: not exists(engine), 5)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_orphan_when_the_server_is_killed_while_the_engine_computes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import signal
 import socket
@@ -10,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,15 +18,18 @@ from tests.serve.harness import ROOT, children, events_of, exists, fake_command,
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_an_idle_server_cleanly(signal_number: signal.Signals) -> None:
-    folders = set(glob.glob(f"{tempfile.gettempdir()}/headwater-*"))
+def test_a_signal_stops_an_idle_server_cleanly(
+    signal_number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with fake_server() as server:
         engine = server.engine_pid()
+        assert [folder.name[:10] for folder in tmp_path.iterdir()] == ["headwater-"]
         server.process.send_signal(signal_number)
         assert server.process.wait(5) == 0
         assert server.stderr() == ""
         assert not exists(engine)
-    assert set(glob.glob(f"{tempfile.gettempdir()}/headwater-*")) <= folders
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_whole_process_group_and_is_clean() -> None:

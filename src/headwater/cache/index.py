@@ -15,6 +15,7 @@ from headwater.cache.evict import Eviction, Ghosts
 from headwater.cache.group import GroupLayout, Layout
 from headwater.cache.key import TokenChain
 from headwater.cache.pool import BlockPool
+from headwater.errors import AuditError
 from headwater.types import BlockId, Namespace, RequestId
 
 Family = tuple[bytes, str | None]
@@ -252,15 +253,17 @@ class PrefixIndex:
     def _drop(self, top: Node) -> None:
         parent = top.parent
         if parent is None:
-            return
+            raise AuditError("a ghost is not in the tree")
         parent.remove_child(top)
         self.epoch += 1
-        nodes = [top]
-        while nodes:
-            node = nodes.pop()
-            if node.has_children:
+        if top.child is None and top.siblings is None:  # nearly always: tails are evicted before heads
+            self._forget(top)
+        else:
+            nodes = [top]
+            while nodes:
+                node = nodes.pop()
                 nodes += node.children()
-            self._forget(node)
+                self._forget(node)
         if not (parent.copies or parent.has_children):
             self._prune(parent)
 
@@ -271,18 +274,18 @@ class PrefixIndex:
         for block in node.copies:
             self._remove_copy(node, block)
             self.pool.unpublish(block)
-        for holding in self.computing.pop(node, ()):
-            holding.cursor = None
+        if node in self.computing:
+            for holding in self.computing.pop(node):
+                holding.cursor = None
         node.parent = node.child = node.siblings = None
 
     def _unlink(self, node: Node) -> None:
-        first = self.by_key[node.key]
+        first = self.by_key.pop(node.key)
         if first is node:
-            if node.alias is None:
-                del self.by_key[node.key]
-            else:
+            if node.alias is not None:
                 self.by_key[node.key] = node.alias
         else:
+            self.by_key[node.key] = first
             while first.alias is not node and first.alias is not None:
                 first = first.alias
             first.alias = node.alias

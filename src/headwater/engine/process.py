@@ -9,12 +9,14 @@ once and on every platform, that nobody is left to serve, and exits rather than 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -129,15 +131,23 @@ def resolve_factory(name: str) -> CoreFactory:
     return factory
 
 
-def exit_with_parent() -> None:
+def exit_with_parent(address: str) -> None:
     """End this process when stdin ends, that is, when the process that started this one is gone."""
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
+        remove_socket(Path(address.removeprefix("ipc://")))
         os._exit(0)  # nothing here outlives the process, and the main thread may be deep in a step
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def remove_socket(socket: Path) -> None:
+    """Take the socket and its folder away, which a front that was killed left behind."""
+    with contextlib.suppress(OSError):  # the front was faster, or there is more in the folder than ours
+        socket.unlink(missing_ok=True)
+        socket.parent.rmdir()
 
 
 def read_config() -> EngineConfig:
@@ -174,7 +184,7 @@ def main() -> int:
     address, factory = sys.argv[1:]
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s engine: %(message)s")
     config = read_config()
-    exit_with_parent()
+    exit_with_parent(address)
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, 0)  # a slow reader delays nobody else: the step loop never blocks in send

@@ -71,8 +71,10 @@ def candidates(logits: Floats, sampling: RowSampling, top: np.float32) -> tuple[
         kth = np.partition(logits, n - sampling.top_k)[n - sampling.top_k]
         ids = np.flatnonzero(logits >= kth)
         logits = logits[ids]
+    weights: Floats = logits - top
     with np.errstate(under="ignore"):
-        weights: Floats = np.exp((logits - top) / np.float32(sampling.temperature))
+        weights /= np.float32(sampling.temperature)
+        np.exp(weights, out=weights)
     if sampling.top_p < 1.0:
         kept = nucleus(weights, sampling.top_p)
         return ids[kept], weights[kept]

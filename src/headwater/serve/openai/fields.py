@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from headwater.errors import BadRequest
@@ -67,15 +67,12 @@ NEVER_SHOWN = ("cache_salt",)
 
 SHOWN_CHARS = 60
 
-ONE, MANY = "<one>", "<many>"
-"""Tags of the two branches of a union "a value or a list of values"."""
+T = TypeVar("T")
+
+Many = Annotated[list[T], FailFast()]
+"""A list whose first bad item ends the check: a million bad ones would make a million error objects."""
 
 M = TypeVar("M", bound="Fields")
-
-
-def one_or_many(value: object) -> str:
-    """The discriminator of such a union: without one, pydantic tries, and reports, both branches."""
-    return MANY if isinstance(value, list) else ONE
 
 
 class Fields(BaseModel):
@@ -93,13 +90,13 @@ def parse_fields(model: type[M], body: bytes) -> M:
     if not isinstance(data, dict):
         raise BadRequest(f"the body must be a JSON object, not {_json_type(data)}")
     known = {name: value for name, value in data.items() if value is not None}  # null is the default
-    for name in data.keys() - model.model_fields.keys():
+    for name in [name for name in data if name not in model.model_fields]:
         _check_foreign(name, data[name], model)
         known.pop(name, None)
     try:
         return model.model_validate(known)
     except ValidationError as invalid:
-        raise _as_bad_request(invalid, data, model.model_fields) from None
+        raise _as_bad_request(invalid) from None
 
 
 def _check_foreign(name: str, value: object, model: type[Fields]) -> None:
@@ -107,7 +104,7 @@ def _check_foreign(name: str, value: object, model: type[Fields]) -> None:
     if name in NO_OPS or (name in NEUTRAL and (value is None or _is_neutral(value, NEUTRAL[name]))):
         return
     if name in NEUTRAL:
-        harmless = " or ".join(["leave it out", *(f"send {_shown(name, neutral)}" for neutral in NEUTRAL[name])])
+        harmless = " or ".join(["leave it out", *(f"send {_shown(neutral)}" for neutral in NEUTRAL[name])])
         raise BadRequest(f"{name} is not supported: {harmless}", field=name)
     raise BadRequest(unknown_field(name, [*model.model_fields, *NO_OPS, *NEUTRAL]), field=name[:SHOWN_CHARS])
 
@@ -123,9 +120,9 @@ def unknown_field(name: str, known: Iterable[str]) -> str:
     return f"unknown field {name[:SHOWN_CHARS]!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
 
-def _as_bad_request(invalid: ValidationError, data: Mapping[str, Any], fields: Mapping[str, Any]) -> BadRequest:
+def _as_bad_request(invalid: ValidationError) -> BadRequest:
     details = invalid.errors(include_url=False)[0]
-    path = [part for part in details["loc"] if isinstance(part, int) or not _is_branch(part)]
+    path = details["loc"]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     top = str(path[0]) if path else None
     if details["type"] == "missing":
@@ -135,23 +132,16 @@ def _as_bad_request(invalid: ValidationError, data: Mapping[str, Any], fields: M
     return BadRequest(f"{where}: {_reason(details)}", field=top)
 
 
-def _is_branch(part: str) -> bool:
-    """Whether ``part`` of an error's location names a branch of a union (``ONE``, ``MANY``), not a field."""
-    return part in (ONE, MANY)
-
-
 def _reason(details: ErrorDetails) -> str:
     message = details["msg"][0].lower() + details["msg"][1:]
     value = details["input"]
     top = details["loc"][0] if details["loc"] else ""
     if isinstance(value, (str, int, float)) and top not in NEVER_SHOWN:
-        return f"{message}, got {_shown(str(top), value)}"
+        return f"{message}, got {_shown(value)}"
     return message
 
 
-def _shown(name: str, value: object) -> str:
-    if name in NEVER_SHOWN:
-        return "a value"
+def _shown(value: object) -> str:
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 

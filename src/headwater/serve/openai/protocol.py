@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from headwater.errors import BadRequest
-from headwater.serve.openai.fields import MANY, ONE, Fields, one_or_many
+from headwater.serve.openai.fields import Fields, Many
 from headwater.types import SamplingParams
 
 MAX_PROMPTS = 256
@@ -19,10 +20,21 @@ MAX_SALT_CHARS = 1024
 
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
-TextOrTexts = Annotated[
-    Annotated[str, Tag(ONE)] | Annotated[list[str], Tag(MANY)],
-    Discriminator(one_or_many),
-]
+
+def _texts(value: object) -> object:
+    """A lone text is a list of one."""
+    return [value] if isinstance(value, str) else _list_or_text(value)
+
+
+def _parts(value: object) -> object:
+    """A lone text is a message of one part."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else _list_or_text(value)
+
+
+def _list_or_text(value: object) -> object:
+    if not isinstance(value, list):
+        raise PydanticCustomError("text_or_list", "input should be a string or a list")
+    return value
 
 
 class StreamOptions(Fields):
@@ -41,8 +53,8 @@ class GenerationFields(Fields):
     top_k: int = 0
     """How many of the likeliest tokens are drawn from; 0 or -1: all."""
     seed: int | None = None
-    stop: TextOrTexts = []  # noqa: RUF012 (pydantic copies defaults)
-    stop_token_ids: list[int] = []  # noqa: RUF012
+    stop: Annotated[Many[str], BeforeValidator(_texts, json_schema_input_type=str | list[str])] = []  # noqa: RUF012
+    stop_token_ids: Many[int] = []  # noqa: RUF012
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -62,7 +74,7 @@ class GenerationFields(Fields):
             top_k=self.top_k,
             seed=self.seed,
             max_tokens=max_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
@@ -112,15 +124,12 @@ class TextPart(Fields):
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Tag(MANY)],
-        Discriminator(one_or_many),
-    ]
+    content: Annotated[Many[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
         """As a chat template takes it: parts joined by line breaks, "developer" under its older name."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        text = "\n".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.name is not None:
             message["name"] = self.name
@@ -130,7 +139,7 @@ class Message(Fields):
 class ChatRequest(GenerationFields):
     """POST /v1/chat/completions"""
 
-    messages: list[Message]
+    messages: Many[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """The newer name of max_tokens; it wins where both are sent."""

@@ -1,0 +1,163 @@
+"""Cache on against cache off on the two real models, in float32 and bf16.
+
+The matrix model x dtype x hit x chunk x batch is covered pair by pair; the order of the candidates is seeded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater.text.tokenizer import load_tokenizer
+from tests.e2e.compare import assert_same, oracle
+from tests.e2e.engine import WHOLE, Answer, Engine, Loaded, load, other_than
+from tests.model.test_real_models import LONG_TEXT
+
+MODELS = ("smollm2-135m", "gemma3-270m")
+DTYPES = (torch.float32, torch.bfloat16)
+HITS = (0, 16, 32, "long")
+CHUNKS = (1, 7, 64, WHOLE)
+BATCHES = (1, 3, 8)
+LONG = {"smollm2-135m": 160, "gemma3-270m": 640}
+"""A long hit; for Gemma longer than its windows of 512, so that sliding groups start in the middle."""
+N_NEW = 4
+
+Case = tuple[object, ...]
+
+
+def pairwise(factors: list[list[object]], seed: int) -> list[Case]:
+    """Cases such that every two levels of different factors meet in one. Greedy: each case covers the most new pairs."""
+    candidates = list(itertools.product(*factors))
+    random.Random(seed).shuffle(candidates)
+
+    def pairs(case: Case) -> set[tuple[int, object, int, object]]:
+        both = itertools.combinations(enumerate(case), 2)
+        return {(i, a, j, b) for (i, a), (j, b) in both}
+
+    left = set().union(*map(pairs, candidates))
+    cases = []
+    while left:
+        best = max(candidates, key=lambda case: len(pairs(case) & left))
+        left -= pairs(best)
+        cases.append(best)
+    return cases
+
+
+CASES = pairwise([list(itertools.product(MODELS, DTYPES)), list(HITS), list(CHUNKS), list(BATCHES)], seed=1)
+
+
+def test_the_selection_has_every_pair_and_is_no_more_than_needed() -> None:
+    assert 16 <= len(CASES) <= 20
+    assert {(case[0], case[1]) for case in CASES} == set(itertools.product(itertools.product(MODELS, DTYPES), HITS))
+    assert {(case[2], case[3]) for case in CASES} == set(itertools.product(CHUNKS, BATCHES))
+
+
+@dataclass
+class Real:
+    name: str
+    loaded: Loaded
+    text: list[int]
+    """Real text, as tokens."""
+    engine: Engine
+    """Has ``text[: LONG + 16]`` in its cache, in blocks of no order."""
+
+
+@pytest.fixture(scope="module", params=list(itertools.product(MODELS, DTYPES)), ids=lambda p: f"{p[0]}-{str(p[1])[6:]}")
+def real(request: pytest.FixtureRequest, model_file: Callable[[str], Path]) -> Iterator[Real]:
+    name, dtype = request.param
+    path = model_file(name)
+    loaded = load(path, load_tokenizer(path), dtype, max_positions=1024)
+    text = loaded.tokenizer.encode(LONG_TEXT, add_special_tokens=True, parse_special=False)
+    engine = Engine(loaded)
+    engine.shuffle_free()
+    engine.generate(text[: LONG[name] + 16])
+    yield Real(name, loaded, text, engine)
+
+
+def prompt_for(real: Real, hit: int, n_tail: int) -> list[int]:
+    """``hit`` tokens of the text, then others from another place of it."""
+    tail = real.text[800 : 800 + n_tail]
+    if tail[0] == real.text[hit]:
+        tail[0] = other_than(tail[0], 1000)
+    return real.text[:hit] + tail
+
+
+def strangers(real: Real, n: int) -> list[list[int]]:
+    return [real.text[900 + 10 * i : 903 + 12 * i] for i in range(n)]
+
+
+def check(real: Real, answer: Answer) -> None:
+    assert_same(answer, oracle(real.loaded, answer.prompt, len(answer.tokens)), real.loaded)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[1:])))
+def test_cache_on_and_off(real: Real, case: Case) -> None:
+    model, hit, chunk, batch = case
+    if model != (real.name, real.loaded.dtype):
+        pytest.skip("this case is another model's")
+    assert isinstance(chunk, int) and isinstance(batch, int)
+    n_hit = LONG[real.name] if hit == "long" else hit
+    assert isinstance(n_hit, int)
+    engine = Engine(real.loaded, of=real.engine, budget=chunk, max_seqs=batch)
+    prompt = prompt_for(real, n_hit, 20 if chunk < 10 else 75)
+    others = [engine.submit(tokens, 2, salt="stranger") for tokens in strangers(real, batch - 1)]
+    answer = engine.submit(prompt, N_NEW)
+    if real.name == "gemma3-270m" and hit == "long":
+        # A sliding group is claimed from the block of the first position in the window of the hit's end.
+        lookup = engine.cache.lookup(answer.seq.chain)
+        assert [table.first for table in lookup.tables] == [0, *[(640 - 511) // 16] * 5]
+    engine.run()
+    assert answer.n_cached == n_hit
+    check(real, answer)
+    for other in others[-1:]:
+        check(real, other)
+
+
+def test_after_preemption(real: Real) -> None:
+    n_groups = len(real.engine.groups)
+    engine = Engine(real.loaded, block_size=8, n_blocks=10 * n_groups, max_model_len=56, budget=64)
+    engine.shuffle_free()
+    engine.generate(real.text[:33])
+    answers = [engine.submit(real.text[:32] + real.text[800 + 9 * i : 803 + 10 * i], 20) for i in range(3)]
+    engine.run()
+    assert any(answer.seq.n_preemptions for answer in answers)
+    assert all(answer.n_cached == 32 for answer in answers)
+    for answer in answers:
+        check(real, answer)
+
+
+def test_after_eviction(real: Real) -> None:
+    # A stranger takes the last two blocks of the prefix that was cached first.
+    n_groups = len(real.engine.groups)
+    engine = Engine(real.loaded, n_blocks=(4 + 2) * n_groups + 2 * (n_groups > 1), max_model_len=96)
+    engine.shuffle_free()
+    engine.generate(real.text[:65])
+    n_free = engine.cache.stats().free
+    engine.generate(real.text[900 : 900 + 16 * -(-(n_free + 1) // n_groups)])
+    assert engine.counters["evictions"] > 0
+    answer = engine.generate(prompt_for(real, 64, 9), N_NEW)
+    assert 0 < answer.n_cached < 64
+    assert answer.stop == "evicted"
+    check(real, answer)
+
+
+def test_b88_37_tokens_three_times_beside_0_and_2_others(real: Real) -> None:
+    prompt = list(range(1, 38))
+    expected = oracle(real.loaded, prompt, N_NEW)
+    for batch in (1, 3):
+        engine = Engine(real.loaded)
+        hits = []
+        for _ in range(3):
+            answer = engine.submit(prompt, N_NEW)
+            for tokens in strangers(real, batch - 1):
+                engine.submit(tokens, 2)
+            engine.run()
+            assert_same(answer, expected, real.loaded)
+            hits.append(answer.n_cached)
+        assert hits == [0, 32, 32]
