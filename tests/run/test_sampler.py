@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwater.run.philox import Purpose, philox, uniform
-from headwater.run.sampler import NotFinite, candidates, nucleus, sample
+from headwater.run.sampler import NotFinite, candidates, nucleus, pick, sample
 from headwater.step import RowSampling
 
 
@@ -85,6 +85,19 @@ def test_distribution_by_chi_square(temperature: float, top_k: int, top_p: float
     assert statistic <= freedom + 6 * math.sqrt(2 * freedom) + 1e-9
 
 
+@pytest.mark.parametrize("n", [1, 7, 512, 513, 5000])
+def test_pick_is_the_running_sum(n: int) -> None:
+    weights = np.exp(np.random.default_rng(n).standard_normal(n) * 3).astype(np.float32)
+    weights[np.random.default_rng(1).random(n) < 0.3] = 0.0
+    weights[n // 2] = 1.0
+    running = np.cumsum(weights, dtype=np.float64)
+    for u in [0.0, *np.random.default_rng(2).random(300), 1.0 - 2.0**-53]:
+        at = pick(weights, float(u))
+        assert weights[at] > 0
+        assert running[at] >= u * running[-1] * (1 - 1e-12)
+        assert at == 0 or running[at - 1] <= u * running[-1] * (1 + 1e-12)
+
+
 def test_positions_of_one_seed_are_independent_draws() -> None:
     logits = torch.zeros(10)
     n = 5000
@@ -109,7 +122,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     assert again == [together[i] for i in shuffled]
 
 
-@pytest.mark.parametrize("n", [10, 300, 5000])
+@pytest.mark.parametrize("n", [10, 300, 30000])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "many-equal"])
 def test_nucleus_is_the_one_of_a_full_sort(n: int, top_p: float, rounded: bool) -> None:
