@@ -1,4 +1,4 @@
-"""Milliseconds of a model step, and where they go: `python benchmarks/step.py --model MODEL.gguf`.
+"""Milliseconds of a model step, and where they go: `python benchmarks/step.py`.
 
 Cases: decode of 1 and 8 rows at contexts 128 and 2,048; a cold prefill of 2,048 tokens in chunks of 512; the
 same with 2,032 tokens cached and 16 new. Medians of repeats. The split is measured in separate runs with a clock
@@ -25,6 +25,7 @@ from headwater.kernels import LayerKV, RaggedBatch, TorchOps
 from headwater.kernels.linear import PackedLinear
 from headwater.kernels.probe import probe_row_invariance
 from headwater.model.load import load_model, resolve_dtype
+from headwater.model.resolve import resolve
 from headwater.run.memory import available_memory, fit_blocks, plan_groups
 from headwater.run.runner import Runner
 from headwater.run.store import KVStore
@@ -177,13 +178,15 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf file or a Hugging Face folder")
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a catalogue name, a .gguf file or a Hugging Face folder"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    bench = Bench(args.model, args.dtype, args.repeats)
+    bench = Bench(resolve(args.model), args.dtype, args.repeats)
     print("case, median ms")
     for context in (128, PROMPT):
         for n_rows in (1, 8):

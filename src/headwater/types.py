@@ -45,6 +45,19 @@ class GroupSpec:
         """First position whose KV the query at ``position`` reads."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
+    def peak_blocks(self, n_tokens: int, max_new: int) -> int:
+        """Most blocks that a sequence of ``n_tokens`` ever holds if a step computes at most ``max_new`` tokens.
+
+        A step that computes positions c .. c + k - 1 needs those and the window before them; blocks before are
+        given back between steps.
+
+            c - window + 1 ......... c ......... c + k      a span of at most window - 1 + k tokens,
+            |  read                  | written   |          at any offset from the block boundaries
+        """
+        span = n_tokens if self.window is None else min(n_tokens, self.window - 1 + max(1, max_new))
+        offset = min(self.block_size - 1, n_tokens - span)
+        return -(-(offset + span) // self.block_size)
+
 
 @dataclass(slots=True)
 class BlockTable:

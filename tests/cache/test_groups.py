@@ -8,7 +8,7 @@ import pytest
 
 from headwater.cache.block import Node
 from headwater.cache.evict import Eviction
-from headwater.cache.group import Layout, longest_hit, peak_blocks, window_blocks
+from headwater.cache.group import Layout, longest_hit, window_blocks
 from headwater.cache.lookup import StopReason
 from headwater.cache.pool import BlockPool
 from headwater.errors import StaleLookup
@@ -219,9 +219,9 @@ def test_peak_blocks_is_the_worst_that_chunking_can_do(window: int | None, size:
                 for new in range(1, min(most, n - start) + 1):
                     first = spec.first_needed(start) // size
                     worst = max(worst, -(-(start + new) // size) - first)
-            assert peak_blocks(spec, n, most) == worst, (n, most)
+            assert spec.peak_blocks(n, most) == worst, (n, most)
     cache = make_cache(spec, full(4))
-    assert cache.peak_blocks(21, 5) == peak_blocks(spec, 21, 5) + 6
+    assert cache.peak_blocks(21, 5) == spec.peak_blocks(21, 5) + 6
 
 
 def test_every_full_group_must_have_the_whole_run() -> None:

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from headwater.cache.block import Node
+from headwater.cache.events import BlockRemoved, EventLog
 from headwater.cache.pool import BlockPool
-from headwater.errors import DoubleRelease, OutOfBlocks
+from headwater.errors import DoubleRelease, OutOfBlocks, StaleLookup
 from tests.cache.cache_model import BASE, admit, full, hit, make_cache, serve, sliding, span
 
 
@@ -151,6 +152,35 @@ def test_a_duplicate_goes_first_and_the_content_keeps_its_place() -> None:
     assert not set(duplicates) & set(queue(cache))
     assert hit(cache, span(1, 9)) == 8
     assert hit(cache, span(50, 58)) == 8
+
+
+def test_b71_copies_of_what_is_computed_again_and_again_do_not_pile_up() -> None:
+    """The last block of an aligned prompt is computed every time; a copy of each time would fill the pool, and
+    every look-up and release of that content would walk over all of them."""
+    cache = make_cache(full(4), sliding(4, 8), n_blocks=64, events=EventLog(enabled=True))
+    for _ in range(30):
+        serve(cache, span(1, 8))
+    last = cache.lookup(cache.chain(BASE, span(1, 9))).path[-1]
+    assert len(last.copies) <= 4  # in each of two groups, the one of the last time and that of the time before
+    stats = cache.stats()
+    assert (stats.evictions, stats.in_use, stats.free + stats.evictable) == (0, 0, 64)
+    assert hit(cache, span(1, 9)) == 8
+    assert sum(isinstance(event, BlockRemoved) for event in cache.events.drain()) == 0
+
+
+def test_a_lookup_whose_copy_was_freed_as_surplus_is_stale() -> None:
+    cache = make_cache(n_blocks=8)
+    serve(cache, span(1, 4))
+    chain = cache.chain(BASE, span(1, 5))
+    lookup = cache.lookup(chain)
+    again = cache.chain(BASE, span(1, 4))
+    holding = cache.claim(again, cache.lookup(again), "again")
+    cache.allocate(holding, 4)
+    cache.publish(again, holding, 4)
+    with pytest.raises(StaleLookup):
+        cache.claim(chain, lookup, "r")
+    assert hit(cache, span(1, 5)) == 4
+    cache.audit([holding])
 
 
 def test_a_lookup_prefers_the_copy_in_use() -> None:

@@ -30,25 +30,6 @@ def first_block(spec: GroupSpec, n_tokens: int) -> int:
     return spec.first_needed(n_tokens) // spec.block_size
 
 
-def peak_blocks(spec: GroupSpec, n_tokens: int, max_new: int) -> int:
-    """Most blocks of this group that a sequence of ``n_tokens`` holds if at most ``max_new`` are computed a step.
-
-    A step that computes positions c .. c + k - 1 needs those and the window before them; blocks before are
-    given back between steps.
-
-        c - window + 1 ......... c ......... c + k      a span of at most window - 1 + k tokens,
-        |  read                  | written   |          at any offset from the block boundaries
-    """
-    size = spec.block_size
-    if spec.window is None:
-        return -(-n_tokens // size)
-    span = spec.window - 1 + max(1, max_new)
-    if span >= n_tokens:
-        return -(-n_tokens // size)
-    offset = min(size - 1, n_tokens - span)
-    return -(-(offset + span) // size)
-
-
 @dataclass(frozen=True, slots=True)
 class GroupHit:
     """What a look-up found for one group: ``blocks[j]`` holds logical block ``first + j``."""

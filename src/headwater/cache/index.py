@@ -181,10 +181,22 @@ class PrefixIndex:
                 self.events.stored(node.key, *self._block_content(node, group), group.index)
             if copies:
                 node.copies = (*copies, block)
+                self._free_surplus(node, group)
             else:
                 node.copies = single[block]
                 if node in ghosts:
                     del ghosts[node]
+
+    def _free_surplus(self, node: Node, group: GroupLayout) -> None:
+        """A copy in use was just added: it stands for the content, and the idle ones are free. They would go first
+        anyway, but until the pool is full one would be left by every request that computes this content again."""
+        pool = self.pool
+        surplus = [block for block in node.copies if pool.group[block] == group.index and not pool.refs[block]]
+        if surplus:
+            self.epoch += 1
+            node.copies = tuple(block for block in node.copies if block not in surplus)
+            for block in surplus:
+                pool.unpublish(block)
 
     def _note_ghosts(self, path: Sequence[Node]) -> None:
         """New nodes whose blocks slid out before they were published are ghosts from the start."""

@@ -11,7 +11,7 @@ from headwater.cache.block import Holding
 from headwater.cache.events import BlockStored, EventLog
 from headwater.cache.evict import Eviction
 from headwater.cache.extras import Extra
-from headwater.cache.group import GroupHit, Layout, first_block, longest_hit, peak_blocks
+from headwater.cache.group import GroupHit, Layout, first_block, longest_hit
 from headwater.cache.index import PrefixIndex
 from headwater.cache.key import Hasher, TokenChain, make_hasher
 from headwater.cache.lookup import Lookup, Stop, StopReason, explain
@@ -305,7 +305,7 @@ class PrefixCache:
 
     def peak_blocks(self, n_tokens: int, max_new: int) -> int:
         """Most blocks that one sequence of ``n_tokens`` tokens ever holds if a step computes at most ``max_new``."""
-        return sum(peak_blocks(spec, n_tokens, max_new) for spec in self.groups)
+        return sum(spec.peak_blocks(n_tokens, max_new) for spec in self.groups)
 
     def stats(self) -> CacheStats:
         pool, counters = self.pool, self._counters

@@ -56,19 +56,8 @@ def page_bytes(spec: ModelSpec, groups: Sequence[GroupSpec], dtype: torch.dtype)
 
 
 def blocks_for(groups: Sequence[GroupSpec], n_tokens: int, max_new: int) -> int:
-    """Most blocks one sequence of ``n_tokens`` holds at any moment, if a step computes at most ``max_new`` tokens.
-
-    A sliding group holds what the step's first query still sees and the step's own tokens:
-
-            c - window + 1 ...... c ...... c + max_new - 1      (+ 1 block where the ends are not aligned)
-    """
-    total = 0
-    for group in groups:
-        blocks = -(-n_tokens // group.block_size)
-        if group.window is not None:
-            blocks = min(blocks, -(-(group.window - 1 + max_new) // group.block_size) + 1)
-        total += blocks
-    return total
+    """Most blocks of all groups together that one sequence of ``n_tokens`` holds at any moment."""
+    return sum(group.peak_blocks(n_tokens, max_new) for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
