@@ -1,21 +1,21 @@
 """Every error that Headwater raises on purpose.
 
-    HeadwaterError
-    |-- BadRequest          the caller's input is wrong (HTTP 4xx); names the field
-    |   |-- NeverFits       the request is longer than this engine can ever hold
-    |   `-- NoChatTemplate  the model has no chat template
-    |-- Overloaded          the queue is full; the same request may succeed later (HTTP 503)
-    |-- ConfigError         an option or a combination of options is wrong
-    |-- ModelError          a model cannot be found, verified, read or understood
-    |   `-- ChecksumError   a downloaded or stored file is not the one expected
-    |-- CacheError          the cache was asked for something it must refuse
-    |   |-- OutOfBlocks     the pool cannot give that many blocks now
-    |   |-- DoubleRelease   a reference was given back twice
-    |   |-- StaleLookup     the cache changed between a look-up and its claim
-    |   |-- CacheBusy       a reset while blocks are in use
-    |   `-- AuditError      an invariant does not hold: a bug in Headwater
-    `-- EngineError         the engine failed
-        `-- EngineDead      the engine process is gone
+HeadwaterError
+|-- BadRequest          the caller's input is wrong (HTTP 4xx); names the field
+|   |-- NeverFits       the request is longer than this engine can ever hold
+|   `-- NoChatTemplate  the model has no chat template
+|-- Overloaded          the queue is full; the same request may succeed later (HTTP 503)
+|-- ConfigError         an option or a combination of options is wrong
+|-- ModelError          a model cannot be found, verified, read or understood
+|   `-- ChecksumError   a downloaded or stored file is not the one expected
+|-- CacheError          the cache was asked for something it must refuse
+|   |-- OutOfBlocks     the pool cannot give that many blocks now
+|   |-- DoubleRelease   a reference was given back twice
+|   |-- StaleLookup     the cache changed between a look-up and its claim
+|   |-- CacheBusy       a reset while blocks are in use
+|   `-- AuditError      an invariant does not hold: a bug in Headwater
+`-- EngineError         the engine failed
+    `-- EngineDead      the engine process is gone
 """
 
 from __future__ import annotations

@@ -294,7 +294,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert stats.in_use == stats.fenced == 0
         if self.EXACT:
             held = {block for block, node in enumerate(self.cache.pool.node) if node is not None}
-            assert held == set(self.model.published)
+            published = self.model.published
+            # Of content that is computed again, idle copies may be given up; the content itself never.
+            assert held <= published.keys()
+            assert {published[block] for block in held} == set(published.values())
 
     @invariant()
     def events_tell_all(self) -> None:

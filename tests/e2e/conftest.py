@@ -11,7 +11,7 @@ import torch
 from headwater.text.tokenizer import load_tokenizer
 from tests.e2e.engine import Loaded, load
 from tests.e2e.models import hybrid_model, plain_model, write_folder
-from tests.model.tiny import CONFIGS, tiny
+from tests.model.tiny import tiny
 from tests.text.toy import toy_tokenizer
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -44,7 +44,6 @@ def hybrid(hybrid_folder: Path) -> Loaded:
 @pytest.fixture(scope="session")
 def load_tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadTiny:
     """(kind of tests/model/tiny.py, dtype) -> the model, with a vocabulary of 97 and up to 128 tokens."""
-    assert set(CONFIGS) >= {"llama"}
     loaded: dict[tuple[str, torch.dtype], Loaded] = {}
 
     def get(kind: str, dtype: torch.dtype = F32) -> Loaded:

@@ -30,7 +30,7 @@ from headwater.run.store import KVStore
 from headwater.sched.scheduler import Scheduler
 from headwater.sched.sequence import Sequence as Seq
 from headwater.text.tokenizer import Tokenizer
-from headwater.types import FinishReason, Namespace, RequestId, SamplingParams
+from headwater.types import FinishReason, GroupSpec, Namespace, RequestId, SamplingParams
 
 WHOLE = 8192
 """A token budget that no test's prompt reaches."""
@@ -162,11 +162,13 @@ class Engine:
         spec = loaded.model.spec
         self.loaded = loaded
         self.audit = audit
-        self.groups = plan_groups(spec, block_size) if of is None else of.groups
+        self.groups: tuple[GroupSpec, ...] = plan_groups(spec, block_size) if of is None else of.groups
         n_blocks = 512 * len(self.groups) if n_blocks is None else n_blocks
         config = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-        self.cache = PrefixCache(self.groups, n_blocks, config=config, hasher=hasher) if of is None else of.cache
-        self.store = (
+        self.cache: PrefixCache = (
+            PrefixCache(self.groups, n_blocks, config=config, hasher=hasher) if of is None else of.cache
+        )
+        self.store: KVStore = (
             KVStore(self.groups, n_blocks, spec.n_kv_heads, spec.head_dim, loaded.dtype) if of is None else of.store
         )
         self.scheduler = Scheduler(

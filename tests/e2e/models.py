@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.text.toy import TEMPLATE, VOCAB_SIZE, write_toy_folder
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -46,7 +46,8 @@ def randomised(model: PreTrainedModel, norm_offset: float = 0.0) -> PreTrainedMo
                 parameter.uniform_(0.6 - norm_offset, 1.4 - norm_offset)
             else:
                 parameter.normal_(0.0, 0.35)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def write_folder(path: Path, model: PreTrainedModel) -> Path:

@@ -6,7 +6,7 @@ The oracle of each request is a fresh engine without caching, the whole prompt i
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def requests() -> list[tuple[list[int], int]]:
 REQUESTS = requests()
 
 
-@lru_cache(maxsize=None)
+@cache
 def want(loaded: Loaded, i: int) -> Answer:
     return oracle(loaded, REQUESTS[i][0], N_NEW, every_position=True)
 

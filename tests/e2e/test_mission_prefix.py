@@ -79,9 +79,7 @@ def test_a_paraphrase_never_hits(engine: Engine) -> None:
     [("request 17: ", "request 42: "), ("09:15:00 ", "19:15:00 "), ("", "x")],
     ids=["request id", "clock", "one more token"],
 )
-def test_one_different_token_at_the_start_makes_every_later_block_miss(
-    engine: Engine, before: str, after: str
-) -> None:
+def test_one_different_token_at_the_start_makes_every_later_block_miss(engine: Engine, before: str, after: str) -> None:
     # mission 1
     first, second = ask(engine, before + SYSTEM), ask(engine, after + SYSTEM)
     assert common(first.prompt, second.prompt) < 16

@@ -26,10 +26,8 @@ from headwater.types import FinishReason, Namespace, RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-NO_CACHING = "no_enable_prefix_caching"
-"""The option, as its name appears in a look-up's reason, that switches reuse off for all requests."""
 SKIP_READING = "skip_reading_prefix_cache"
-"""The same for one request."""
+"""The option, as its name appears in a look-up's reason, by which a request does not read the cache."""
 
 
 class Runner(Protocol):
@@ -121,9 +119,6 @@ class EngineCore:
     def _sequence(self, message: Submit) -> Sequence:
         params, n_prompt = message.sampling, len(message.prompt_token_ids)
         namespace = replace(self._namespace, salt=message.cache_salt)
-        bypass = SKIP_READING if message.skip_reading_prefix_cache else None
-        if not self.info.enable_prefix_caching:
-            bypass = NO_CACHING
         limit = self._scheduler.max_model_len
         return Sequence(
             request_id=message.request_id,
@@ -137,7 +132,7 @@ class EngineCore:
                 seed=self._rng.getrandbits(63) if params.seed is None else params.seed,
             ),
             priority=message.priority,
-            bypass=bypass,
+            bypass=SKIP_READING if message.skip_reading_prefix_cache else None,
         )
 
     # ---- the step ---------------------------------------------------------------------------------
@@ -217,7 +212,7 @@ class EngineCore:
             "blocks_free": cache.free,
             "logical_blocks": cache.logical_blocks,
             "physical_blocks": cache.physical_in_use,
-            "kv_usage": cache.in_use / self._cache.n_blocks,
+            "kv_usage": cache.in_use / max(1, self._cache.n_blocks),
             "min_reusable_tokens": self._cache.min_reusable_tokens,
         }
         steps, self._steps = self._steps, []

@@ -10,6 +10,7 @@ once and on every platform, that nobody is left to serve, and exits rather than 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -169,6 +170,8 @@ def serve_engine(socket: zmq.Socket[bytes], factory: str, config: EngineConfig) 
 
     try:
         core = resolve_factory(factory)(config, lambda what, fraction: tell(Loading(what, fraction)))
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a full collection need not walk it, in the middle of a step, ever again
         EngineLoop(core, socket).run()
     except HeadwaterError as error:  # a known fault: its message says all
         tell(Fatal(str(error)))
