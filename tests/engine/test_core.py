@@ -47,7 +47,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         clock = Clock()
-        self.cache = PrefixCache(self.groups, self.n_blocks, config=CacheConfig(), clock=clock)
+        config = CacheConfig(enable_prefix_caching=self.caching)
+        self.cache = PrefixCache(self.groups, self.n_blocks, config=config, clock=clock)
         config = SchedulerConfig(self.max_seqs, self.budget, self.max_model_len, self.max_waiting)
         self.sched = Scheduler(self.cache, config, max_model_len=self.max_model_len, clock=clock)
         self.runner = FakeRunner(self.groups, self.n_blocks, vocab_size=VOCAB - 2)
