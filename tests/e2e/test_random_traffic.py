@@ -36,7 +36,7 @@ def some_request(rng: random.Random) -> tuple[list[int], dict[str, Any]]:
         options |= {"temperature": rng.choice([0.7, 1.5]), "seed": rng.randrange(5)}
         options |= rng.choice([{}, {"top_p": 0.8}, {"top_k": 20}])
     if rng.random() < 0.3:
-        options["stop"] = tuple(rng.sample(["a", "e", " the", "on", "\\n", "7"], 2))
+        options["stop"] = tuple(rng.sample(["a", "e", " the", "on", "\n", "7"], 2))
     return prompt, options
 
 
