@@ -81,6 +81,11 @@ def test_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (("serve", "--max-num-seqs", "0"), "--max-num-seqs: must be at least 1, got 0"),
         (("serve", "--max-num-seqs", "many"), "--max-num-seqs: 'many' is no whole number"),
         (("serve", "--port", "65536"), "--port: must be at most 65535"),
+        (("serve", "--threads", "9" * 30), "--threads: must be at most 2147483647"),
+        (("serve", "--num-blocks", "1" + "0" * 30), "--num-blocks: must be at most 2147483647"),
+        (("serve", "--seed", str(2**63)), "--seed: must be at most 9223372036854775807"),
+        (("serve", "--kv-cache-memory-bytes", "9" * 400 + "GiB"), "must be at most 9223372036854775807 bytes"),
+        (("serve", "--kv-cache-memory-bytes", "0.5"), "at least one byte is needed"),
         (("serve", "--dtype", "float17"), "--dtype: invalid choice: 'float17'"),
         (("serve", "--kv-cache-memory-bytes", "2 bananas"), "is no amount of memory"),
         (("sreve",), "invalid choice: 'sreve'"),
@@ -100,7 +105,16 @@ def test_a_wrong_command_line_is_a_short_error(
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [("1", 1), ("512MiB", 2**29), ("2GiB", 2**31), ("2gib", 2**31), ("1.5 GB", 1_500_000_000), ("4k", 4000), ("7b", 7)],
+    [
+        ("1", 1),
+        ("512MiB", 2**29),
+        ("2GiB", 2**31),
+        ("2gib", 2**31),
+        ("1.5 GB", 1_500_000_000),
+        ("4k", 4000),
+        ("7b", 7),
+        ("8589934591GiB", 2**63 - 2**30),
+    ],
 )
 def test_amounts_of_memory(text: str, n_bytes: int) -> None:
     assert amount(text) == n_bytes
@@ -165,11 +179,23 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("host", ["256.256.256.256", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["256.256.256.256", "no-such-host.invalid", "a..b", "x" * 64])
 def test_a_host_that_is_none_is_one_line(host: str) -> None:
     done = fails("serve", "no.gguf", "--host", host)
     assert done.stderr.startswith(f"headwater: error: cannot listen on {host}:8000")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("argv", [("b\udcff.gguf",), ("m.gguf", "--served-model-name", "\udcff")])
+def test_a_name_that_is_no_utf_8_is_one_line(argv: tuple[str, ...]) -> None:
+    done = fails("serve", *argv, "--port", "0")
+    assert "must be valid UTF-8" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_empty_model_is_not_the_default_one() -> None:
+    assert config_of(parse(["serve", ""])).model.model == ""
+    assert config_of(parse(["serve", "--model", ""])).model.model == ""
 
 
 def test_an_unknown_model_to_pull_is_one_line() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from headwater.config import EngineConfig, ModelConfig
 from headwater.engine.client import EngineClient, socket_folder
-from headwater.engine.messages import Delta, Loading, Submit
+from headwater.engine.messages import Delta, EngineStats, Loading, Submit
 from headwater.errors import EngineDead, EngineError
 from headwater.types import FinishReason, SamplingParams
 from tests.serve.harness import PYTHON_PATH, exists
@@ -93,11 +93,19 @@ def test_several_submits_share_one_stream() -> None:
 
 def test_a_snapshot_is_there_before_the_deltas_it_counts() -> None:
     async def work(client: EngineClient) -> None:
-        seen: list[float] = []
-        client.add_stats_listener(lambda stats: seen.append(stats.counters.get("requests_finished_length", 0)))
-        async with aclosing(client.stream([submit("a")])) as deltas:
+        counted: list[tuple[float, float]] = []  # a later snapshot may be here too: it counts as much, or more
+
+        def listen(stats: EngineStats) -> None:
+            counted.append((stats.counters["generation_tokens"], stats.counters.get("requests_finished_length", 0)))
+
+        client.add_stats_listener(listen)
+        n_tokens = 0
+        async with aclosing(client.stream([submit("a", max_tokens=40)])) as deltas:
             async for delta in deltas:
-                assert seen[-1] == (1 if delta.finish_reason else 0)
+                n_tokens += len(delta.token_ids)
+                assert counted[-1][0] >= n_tokens
+                assert counted[-1][1] == 1 or delta.finish_reason is None
+        assert [n for n, _ in counted][-1] == n_tokens == 40
 
     run(work)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from typing import Any
+
 import pytest
 
 from headwater.config import EngineConfig, ModelConfig
 from headwater.engine.llm import LLM
+from headwater.engine.messages import Outputs
 from headwater.engine.options import engine_config
 from headwater.errors import BadRequest, ConfigError, EngineError, NeverFits, NoChatTemplate
 from headwater.types import SamplingParams
@@ -90,6 +96,19 @@ def test_chat() -> None:
         ("x", SamplingParams(temperature=float("nan")), BadRequest, "temperature must be"),
         ("x", SamplingParams(max_tokens=0), BadRequest, "max_tokens must be"),
         ("x", [FOUR, FOUR], BadRequest, "2 sampling_params for 1 prompts"),
+        ("x", {"max_tokens": 4}, BadRequest, "sampling_params must be SamplingParams"),
+        ("x", SamplingParams(temperature="hot"), BadRequest, "temperature must be a number, got 'hot'"),  # type: ignore[arg-type]
+        ("x", SamplingParams(temperature=10**400), BadRequest, "temperature must be from 0.0 to 2.0, got 1000"),
+        ("x", SamplingParams(top_k=1.5), BadRequest, "top_k must be a whole number, got 1.5"),  # type: ignore[arg-type]
+        ("x", SamplingParams(seed=True), BadRequest, "seed must be a whole number or None, got True"),
+        ("x", SamplingParams(max_tokens=1.5), BadRequest, "max_tokens must be a whole number"),  # type: ignore[arg-type]
+        ("x", SamplingParams(ignore_eos=1), BadRequest, "ignore_eos must be True or False"),  # type: ignore[arg-type]
+        ("x", SamplingParams(stop=b"x"), BadRequest, r"stop\[0\] must be a text, got 120"),  # type: ignore[arg-type]
+        (None, FOUR, BadRequest, "prompts must be a text, token ids, or a list of either, got None"),
+        ({"prompt": "x"}, FOUR, BadRequest, "prompts must be a text, token ids"),
+        (b"abc", FOUR, BadRequest, "prompts must be a text, token ids"),
+        (["ok", None], FOUR, BadRequest, r"prompts\[1\] must be a text or a list of token ids, got None"),
+        (["ok", b"abc"], FOUR, BadRequest, r"prompts\[1\] must be a text or a list of token ids"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_runs(
@@ -99,6 +118,42 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(
     with pytest.raises(error, match=message):
         LLM.over(fake, ByteTokenizer()).generate(prompts, params)  # type: ignore[arg-type]
     assert not fake.busy
+
+
+@pytest.mark.parametrize("fields", [{"cache_salt": 5}, {"priority": "x"}, {"priority": float("nan")}])
+def test_a_salt_and_a_priority_of_another_type_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=f"{next(iter(fields))} must be"):
+        llm().generate("abc", FOUR, **fields)
+
+
+def test_a_template_argument_with_a_field_of_its_own_is_refused() -> None:
+    with pytest.raises(BadRequest, match="may not set add_generation_prompt"):
+        llm().chat([{"role": "user", "content": "x"}], FOUR, chat_template_kwargs={"add_generation_prompt": True})
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = core()
+    one = LLM.over(fake, ByteTokenizer())  # type: ignore[arg-type]
+    whole_steps: list[bool] = []
+    step = fake.step
+
+    def interrupted() -> Outputs:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # where Python would run the handler
+        outputs = step()
+        whole_steps.append(True)
+        return outputs
+
+    monkeypatch.setattr(fake, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.generate("abc", SamplingParams(max_tokens=50))
+    assert whole_steps == [True]
+    assert not fake.busy
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):  # in the last step
+        one.generate("abc", SamplingParams(max_tokens=1))
+    monkeypatch.undo()
+    assert one.generate("abc", FOUR)[0].outputs[0].text == "abca"
 
 
 def test_a_request_that_fails_raises_and_leaves_nothing_running() -> None:
@@ -133,6 +188,12 @@ def test_options() -> None:
         ({"max_num_seqs": "8"}, "max_num_seqs must be a whole number, got '8'"),
         ({"max_num_seqs": True}, "max_num_seqs must be a whole number"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False"),
+        ({"threads": 2**31}, "threads must be at most 2147483647, got 2147483648"),
+        (
+            {"num_blocks": 10**4000},
+            "num_blocks must be at most 2147483647, got 1000000000000000000000000000000000000000$",
+        ),
+        ({"served_model_name": "\udcff"}, "served_model_name must be valid UTF-8"),
         ({"dtype": "float17"}, "dtype must be one of auto, bfloat16, float32"),
         ({"prefix_caching_hash_algo": "md5"}, "prefix_caching_hash_algo must be one of sha256"),
     ],
@@ -140,3 +201,9 @@ def test_options() -> None:
 def test_a_wrong_option_is_refused_by_name(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         engine_config("m", options)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"m.gguf", "\udcff.gguf"])
+def test_a_model_that_is_no_text_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="model must be"):
+        engine_config(model, {})

@@ -179,6 +179,7 @@ class FakeCore:
         row.first_token = row.first_token or now
         token = row.submit.prompt_token_ids[n % len(prompt)]
         row.out.append(token)
+        self._count("generation_tokens", 1)
         sampling = row.submit.sampling
         if token == EOS and not sampling.ignore_eos:
             return self._finish(row, row.text[row.n_sent :], FinishReason.STOP)

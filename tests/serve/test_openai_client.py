@@ -50,6 +50,14 @@ def test_max_completion_tokens_wins(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 3
 
 
+def test_an_answer_can_be_sent_back_as_the_next_turns_history(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "hi"}
+    message = client.chat.completions.create(model="fake", messages=[question], max_tokens=3).choices[0].message
+    for history in (message, message.to_dict(), message.model_dump()):
+        answer = client.chat.completions.create(model="fake", messages=[question, history, question], max_tokens=25)
+        assert answer.choices[0].message.content == "user: hi\nassistant: use\nu"
+
+
 def test_text_parts_are_joined_by_line_breaks(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     answer = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": parts}], max_tokens=13)

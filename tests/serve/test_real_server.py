@@ -253,7 +253,7 @@ def test_leaving_in_decode_and_queue_frees_everything_b94(real: Server) -> None:
     metrics = real.metrics()
     states = [metrics[f'headwater_kv_blocks{{state="{state}"}}'] for state in ("in_use", "evictable", "free")]
     assert states[0] == 0
-    assert sum(states) == metrics["headwater_kv_blocks_total"]
+    assert sum(states) == metrics["headwater_kv_pool_blocks"]
 
 
 def test_reset_while_running_and_forced_b84(real: Server) -> None:

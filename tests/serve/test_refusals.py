@@ -114,6 +114,15 @@ def test_a_bad_value_is_refused_by_its_field_b91_b93(server: Server, field: str,
         ("chat_template_kwargs", 5),
         ("continue_final_message", True),
         ("max_completion_tokens", "many"),
+        ("max_completion_tokens", 0),
+        ("max_completion_tokens", 2**31),
+        ("chat_template_kwargs", {"continue_final_message": True}),
+        ("chat_template_kwargs", {"documents": []}),
+        ("messages", [{"role": "user", "content": None}]),
+        ("messages", [{"role": None, "content": "x"}]),
+        ("messages", [{"role": "user", "content": "x", "colour": None}]),
+        ("messages", [{"role": "assistant", "content": "x", "refusal": "no"}]),
+        ("messages", [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]),
         ("modalities", ["audio"]),
     ],
 )
@@ -154,6 +163,26 @@ def test_null_is_the_default_everywhere(server: Server) -> None:
     fields = ["model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "n", "logprobs"]
     fields += ["logit_bias", "user", "cache_salt", "priority", "echo", "suffix", "best_of", "presence_penalty"]
     assert server.complete("abc", **dict.fromkeys(fields))["usage"]["completion_tokens"] == 16
+
+
+def test_null_is_the_default_inside_too(server: Server) -> None:
+    response = server.post(
+        "/v1/completions", {"prompt": "abc", "stream": True, "stream_options": {"include_usage": None}}
+    )
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "top_k", "seed", "priority", "temperature", "n", "stop_token_ids"])
+def test_an_enormous_number_is_not_repeated_in_full_b93(server: Server, field: str) -> None:
+    number = int("7" * 4000)
+    error = server.refused({"prompt": "abc", field: [number] if field == "stop_token_ids" else number})
+    assert error["param"] == field
+    assert len(error["message"]) < 200
+
+
+def test_max_tokens_is_checked_even_where_the_newer_name_wins(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0, "max_completion_tokens": 5}
+    assert server.refused(body, "/v1/chat/completions")["param"] == "max_tokens"
 
 
 def test_neutral_values_and_documented_no_ops_are_accepted(server: Server) -> None:

@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NoReturn
 
 from headwater.cli import demo, models
@@ -16,6 +17,8 @@ from headwater.engine.options import OPTIONS, Option
 CACHE_VARIABLE = "HEADWATER_CACHE"
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+MAX_BYTES = 2**63 - 1
 
 SERVE_EXAMPLES = """examples:
   headwater serve                                        the default model on http://127.0.0.1:8000
@@ -98,13 +101,15 @@ def _command(
 def _add_serve(parser: Parser) -> None:
     _add_model(parser)
     parser.add_argument("--host", default=ServerConfig().host, help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=_port, default=ServerConfig().port, help="port; 0: any free one (%(default)s)")
+    parser.add_argument(
+        "--port", type=_whole(0, 65535), default=ServerConfig().port, help="port; 0: any free one (%(default)s)"
+    )
     _add_engine_options(parser)
 
 
 def _add_demo(parser: Parser) -> None:
     _add_model(parser)
-    parser.add_argument("--requests", type=_whole(2), default=6, help="chat requests to send (%(default)s)")
+    parser.add_argument("--requests", type=_whole(2, 1000), default=6, help="chat requests to send (%(default)s)")
     _add_engine_options(parser)
 
 
@@ -135,7 +140,7 @@ def _add_switch(group: argparse._ArgumentGroup, option: Option) -> None:
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     default = _default(option)
     shown = "" if default is None else f" ({default})"
-    kind = str if option.kind is str else amount if option.is_bytes else _whole(option.minimum)
+    kind = str if option.kind is str else amount if option.is_bytes else _whole(option.minimum, option.maximum)
     group.add_argument(
         _flag(option),
         type=kind,
@@ -168,13 +173,15 @@ def amount(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: write 2GiB, 500MB or a number of bytes")
-    n_bytes = int(float(found[1]) * UNITS[found[2] or ""])
+    n_bytes = int(Fraction(found[1]) * UNITS[found[2] or ""])
     if n_bytes < 1:
         raise argparse.ArgumentTypeError("at least one byte is needed")
+    if n_bytes > MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_BYTES} bytes")
     return n_bytes
 
 
-def _whole(minimum: int) -> Callable[[str], int]:
+def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         try:
             value = int(text)
@@ -182,13 +189,8 @@ def _whole(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
         if value < minimum:
             raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"must be at most {maximum}, got {value!r:.40}")
         return value
 
     return whole
-
-
-def _port(text: str) -> int:
-    port = _whole(0)(text)
-    if port > 65535:
-        raise argparse.ArgumentTypeError(f"must be at most 65535, got {port}")
-    return port

@@ -26,8 +26,9 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's configuration. Raises ConfigError."""
     if arguments.model is not None and arguments.model_given is not None:
         raise ConfigError(f"two models: {arguments.model_given} and --model {arguments.model}")
+    given = [name for name in (arguments.model, arguments.model_given) if name is not None]
     options = {option.name: getattr(arguments, option.name) for option in OPTIONS}
-    return engine_config(arguments.model or arguments.model_given or ModelConfig().model, options)
+    return engine_config(given[0] if given else ModelConfig().model, options)
 
 
 def run(arguments: argparse.Namespace) -> int:

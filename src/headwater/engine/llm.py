@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headwater.engine.checks import check_prompt, check_sampling
+from headwater.engine.checks import check_prompt, check_sampling, check_template_arguments
 from headwater.engine.messages import Delta, EngineInfo, EngineStats, ResetCache, Submit, Usage
 from headwater.engine.options import engine_config
 from headwater.engine.process import Core
@@ -61,10 +64,10 @@ class LLM:
     Raises ConfigError for a wrong option, ModelError for a model that cannot be loaded.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         from headwater.engine.build import build_engine  # here: it imports torch
 
-        built = build_engine(engine_config(model, options), lambda what, fraction: None)
+        built = build_engine(engine_config(os.fspath(model), options), lambda what, fraction: None)
         self._core: Core | None = built.core
         self._tokenizer = built.tokenizer
         self._request_ids = (str(i) for i in itertools.count())
@@ -96,7 +99,7 @@ class LLM:
         """
         many = _as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
-        encoded = [self._encode(prompt) for prompt in many]
+        encoded = [self._encode(prompt, i) for i, prompt in enumerate(many)]
         return self._run(encoded, texts, sampling_params, cache_salt, priority, progress)
 
     def chat(
@@ -111,6 +114,7 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, under the model's chat template. Raises NoChatTemplate without one."""
+        check_template_arguments(chat_template_kwargs or {})
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [
             self._tokenizer.render_chat(
@@ -160,7 +164,9 @@ class LLM:
             raise EngineError("this LLM was closed")
         return self._core
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, i: int) -> list[int]:
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise BadRequest(f"prompts[{i}] must be a text or a list of token ids, got {prompt!r:.40}")
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt, add_special_tokens=True, parse_special=True)
         return list(prompt)
@@ -175,6 +181,10 @@ class LLM:
         progress: bool,
     ) -> list[RequestOutput]:
         core = self._live_core()
+        if not isinstance(cache_salt, str | None):
+            raise BadRequest("cache_salt must be a text or None", field="cache_salt")
+        if type(priority) is not int:
+            raise BadRequest(f"priority must be a whole number, got {priority!r:.40}", field="priority")
         sampling = _one_for_each(sampling_params, len(encoded))
         for i, (ids, params) in enumerate(zip(encoded, sampling, strict=True)):
             where = "prompt" if len(encoded) == 1 else f"prompts[{i}]"
@@ -182,29 +192,35 @@ class LLM:
             check_sampling(params, vocab_size=core.info.vocab_size)
         outputs: dict[RequestId, RequestOutput] = {}
         running: set[RequestId] = set()
-        try:
-            for ids, text, params in zip(encoded, texts, sampling, strict=True):
-                request_id = next(self._request_ids)
-                outputs[request_id] = RequestOutput(request_id, text, ids, [CompletionOutput()])
-                running.add(request_id)
-                for delta in core.submit(Submit(request_id, ids, params, cache_salt, priority)):
-                    _add(outputs[request_id], delta)
-            with _bar(len(encoded), shown=progress) as advance:
-                while running:
-                    for delta in core.step().deltas:
-                        _add(outputs[delta.request_id], delta)
-                        if delta.finish_reason is not None:
-                            running.remove(delta.request_id)
-                            advance()
-        finally:
-            for request_id in running:
-                core.abort(request_id)
+        with _interrupted_between_steps() as stop_here:
+            try:
+                for ids, text, params in zip(encoded, texts, sampling, strict=True):
+                    request_id = next(self._request_ids)
+                    outputs[request_id] = RequestOutput(request_id, text, ids, [CompletionOutput()])
+                    running.add(request_id)
+                    for delta in core.submit(Submit(request_id, ids, params, cache_salt, priority)):
+                        _add(outputs[request_id], delta)
+                with _bar(len(encoded), shown=progress) as advance:
+                    while running:
+                        stop_here()
+                        for delta in core.step().deltas:
+                            _add(outputs[delta.request_id], delta)
+                            if delta.finish_reason is not None:
+                                running.remove(delta.request_id)
+                                advance()
+            finally:
+                for request_id in running:
+                    core.abort(request_id)
         return list(outputs.values())
 
 
 def _as_list(prompts: Prompts) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise BadRequest(
+            f"prompts must be a text, token ids, or a list of either, got {prompts!r:.40}", field="prompts"
+        )
     many: list[Any] = list(prompts)
     if many and not isinstance(many[0], (str, Sequence)):
         return [many]
@@ -217,6 +233,8 @@ def _one_for_each(given: SamplingParams | Sequence[SamplingParams] | None, n: in
     params = [given] * n if isinstance(given, SamplingParams) else list(given)
     if len(params) != n:
         raise BadRequest(f"{len(params)} sampling_params for {n} prompts: give one, or one for each")
+    if not all(isinstance(one, SamplingParams) for one in params):
+        raise BadRequest("sampling_params must be SamplingParams, or a list of them", field="sampling_params")
     # A lone stop string, or lists, are what callers write; the engine's messages carry tuples.
     return [
         replace(
@@ -253,3 +271,32 @@ def _bar(n_requests: int, *, shown: bool) -> Iterator[Any]:
     with Progress(*columns, disable=not shown) as bars:
         task = bars.add_task("requests", total=n_requests)
         yield lambda: bars.advance(task)
+
+
+@contextlib.contextmanager
+def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until what is yielded is called, or the block ends.
+
+    Raised in the midst of a step it would leave the scheduler waiting for that step's result for ever, and a
+    notebook goes on with the same LLM. Python runs signal handlers in its main thread only.
+    """
+    pending: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        pending.append(number)
+
+    def stop_here() -> None:
+        if pending:
+            pending.clear()
+            raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield stop_here
+        return
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield stop_here
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop_here()

@@ -15,7 +15,7 @@ from headwater.errors import ConfigError
 class Option:
     """One option: ``name`` as users write it, and the ``part`` and ``field`` of EngineConfig that it sets.
 
-    ``kind`` is int, str or bool; ``minimum`` holds for int, ``choices`` for str.
+    ``kind`` is int, str or bool; ``minimum`` and ``maximum`` hold for int, ``choices`` for str.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Option:
     kind: type
     about: str
     minimum: int = 1
+    maximum: int = 2**31 - 1
     choices: tuple[str, ...] = ()
     is_bytes: bool = False
     """An amount of memory: the command line also takes 512MiB, 2GiB and the like."""
@@ -52,11 +53,12 @@ OPTIONS: tuple[Option, ...] = (
         "kv_cache_memory_bytes",
         int,
         "memory for KV blocks, such as 2GiB; default: a share of what is free",
+        maximum=2**63 - 1,
         is_bytes=True,
     ),
     Option("num_blocks", "cache", "n_blocks", int, "number of KV blocks, instead of an amount of memory"),
     Option("threads", "model", "threads", int, "threads of the compute kernels; default: the machine's cores"),
-    Option("seed", "model", "seed", int, "seed for requests that bring none", 0),
+    Option("seed", "model", "seed", int, "seed for requests that bring none", 0, 2**63 - 1),
     Option("model_cache_dir", "model", "cache_dir", str, "where fetched models are kept"),
 )
 
@@ -64,6 +66,7 @@ OPTIONS: tuple[Option, ...] = (
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration for ``model`` with ``options``; None leaves a default. Raises ConfigError by name."""
     known = {option.name: option for option in OPTIONS}
+    _check_text("model", model)
     parts: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {}}
     for name, value in options.items():
         if name not in known:
@@ -87,10 +90,25 @@ def unknown_option(name: str, known: list[str]) -> str:
 def _check(option: Option, value: object) -> None:
     if type(value) is not option.kind:
         raise ConfigError(f"{option.name} must be {_A[option.kind]}, got {value!r}")
-    if isinstance(value, int) and option.kind is int and value < option.minimum:
-        raise ConfigError(f"{option.name} must be at least {option.minimum}, got {value}")
+    if isinstance(value, int) and option.kind is int:
+        if value < option.minimum:
+            raise ConfigError(f"{option.name} must be at least {option.minimum}, got {value}")
+        if value > option.maximum:
+            raise ConfigError(f"{option.name} must be at most {option.maximum}, got {value!r:.40}")
+    if option.kind is str:
+        _check_text(option.name, value)
     if option.choices and value not in option.choices:
         raise ConfigError(f"{option.name} must be one of {', '.join(option.choices)}, got {value!r}")
+
+
+def _check_text(name: str, value: object) -> None:
+    """Refuse what a terminal passed on although it is no UTF-8: neither the engine's messages nor JSON can carry it."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a text, got {value!r:.80}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} must be valid UTF-8, got {value!r:.80}") from None
 
 
 _A: Mapping[type, str] = {int: "a whole number", str: "a text", bool: "True or False"}

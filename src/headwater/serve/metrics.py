@@ -47,7 +47,7 @@ GAUGES = {
     "waiting": ("requests_waiting", "Requests in the queue."),
     "logical_blocks": ("kv_logical_blocks", "Entries in the block tables of running requests."),
     "physical_blocks": ("kv_physical_blocks", "Blocks behind those entries; the difference is what sharing saves."),
-    "blocks_total": ("kv_blocks_total", "All blocks of the pool."),
+    "blocks_total": ("kv_pool_blocks", "All blocks of the pool."),
     "kv_usage": ("kv_cache_usage_ratio", "Blocks in use, of all blocks, 0 to 1."),
     "min_reusable_tokens": ("min_reusable_tokens", "The shortest shared beginning that can be reused."),
 }

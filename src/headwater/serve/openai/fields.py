@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Annotated, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from headwater.errors import BadRequest
@@ -76,9 +76,25 @@ M = TypeVar("M", bound="Fields")
 
 
 class Fields(BaseModel):
-    """Base of all request models: strict types, no unknown fields, no NaN."""
+    """Base of all request models: strict types, no unknown fields, no NaN; null is the default of every field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """What `NEUTRAL` is to a body, for an object inside it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if not cls._asks_for_nothing(name, value)}
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: object) -> bool:
+        if value is None:
+            return name in cls.model_fields or name in cls.neutral
+        return _is_neutral(value, cls.neutral.get(name, ()))
 
 
 def parse_fields(model: type[M], body: bytes) -> M:
@@ -89,10 +105,10 @@ def parse_fields(model: type[M], body: bytes) -> M:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise BadRequest(f"the body must be a JSON object, not {_json_type(data)}")
-    known = {name: value for name, value in data.items() if value is not None}  # null is the default
-    for name in [name for name in data if name not in model.model_fields]:
-        _check_foreign(name, data[name], model)
-        known.pop(name, None)
+    for name in data:
+        if name not in model.model_fields:
+            _check_foreign(name, data[name], model)
+    known = {name: value for name, value in data.items() if name in model.model_fields}
     try:
         return model.model_validate(known)
     except ValidationError as invalid:

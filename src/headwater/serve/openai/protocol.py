@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from headwater.engine.checks import check_max_tokens, check_template_arguments
 from headwater.errors import BadRequest
 from headwater.serve.openai.fields import Fields, Many
 from headwater.types import SamplingParams
@@ -89,7 +91,7 @@ class GenerationFields(Fields):
             raise BadRequest(f"cache_salt may have at most {MAX_SALT_CHARS} characters", field="cache_salt")
         low, high = PRIORITY_RANGE
         if not low <= self.priority <= high:
-            raise BadRequest(f"priority must be from {low} to {high}, got {self.priority}", field="priority")
+            raise BadRequest(f"priority must be from {low} to {high}, got {self.priority!r:.40}", field="priority")
 
 
 class CompletionRequest(GenerationFields):
@@ -127,6 +129,17 @@ class Message(Fields):
     content: Annotated[Many[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
     name: str | None = None
 
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "refusal": (),
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "tool_calls": ([],),
+        "reasoning": (),
+        "reasoning_content": (),
+    }
+    """What clients' message objects carry along when an answer is sent back as the next turn's history."""
+
     def for_template(self) -> dict[str, str]:
         """As a chat template takes it: parts joined by line breaks, "developer" under its older name."""
         text = "\n".join(part.text for part in self.content)
@@ -156,9 +169,9 @@ class ChatRequest(GenerationFields):
             raise BadRequest(
                 f"messages may have at most {MAX_MESSAGES} messages, got {len(self.messages)}", field="messages"
             )
-        for name in ("messages", "tools", "add_generation_prompt"):
-            if name in self.chat_template_kwargs:
-                raise BadRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
+        check_max_tokens(self.max_tokens)
+        check_max_tokens(self.max_completion_tokens, field="max_completion_tokens")
+        check_template_arguments(self.chat_template_kwargs)
 
     @property
     def output_limit(self) -> int | None:
