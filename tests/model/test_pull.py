@@ -280,6 +280,8 @@ def test_a_repository_is_fetched(tmp_path: Path) -> None:
         ("missing.gguf", "missing.gguf: no such file"),
         ("./smollm2-135m", "no such file or folder"),
         ("/nowhere/model", "no such file or folder"),
+        ("x" * 5000, "cannot be a model: .*too long"),
+        ("~nobody-of-this-name/x.gguf", "cannot be a model"),
     ],
 )
 def test_unknown_names_say_what_was_looked_for(name: str, message: str, tmp_path: Path) -> None:

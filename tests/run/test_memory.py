@@ -84,7 +84,7 @@ def test_limit_is_fitted_to_the_pool() -> None:
     plan = fit(CacheConfig(n_blocks=100), SchedulerConfig())
     assert plan.max_model_len == 1600
     gemma = plan_groups(GEMMA3, 16)
-    fitted = fit_blocks(GEMMA3, gemma, BF16, CacheConfig(n_blocks=500), SchedulerConfig(), 0).max_model_len
+    fitted = fit_blocks(GEMMA3, gemma, BF16, CacheConfig(n_blocks=500), SchedulerConfig(), 16 << 30).max_model_len
     assert blocks_for(gemma, fitted, 512) <= 500 < blocks_for(gemma, fitted + 1, 512)
 
 
@@ -93,6 +93,11 @@ def test_limit_is_fitted_to_the_pool() -> None:
     [
         (CacheConfig(kv_cache_memory_bytes=1000), SchedulerConfig(), "kv_cache_memory_bytes to 368640 or more"),
         (CacheConfig(n_blocks=0), SchedulerConfig(), "gives 0 blocks"),
+        (
+            CacheConfig(n_blocks=10**9),
+            SchedulerConfig(),
+            "only 17179869184 are available: ask for at most 46603 blocks",
+        ),
         (CacheConfig(n_blocks=10), SchedulerConfig(max_model_len=161), "max_model_len to 160 or less"),
         (CacheConfig(), SchedulerConfig(max_model_len=8193), "outside 1 to 8192"),
         (CacheConfig(), SchedulerConfig(max_model_len=0), "outside 1 to 8192"),

@@ -37,6 +37,11 @@ def test_reset_forgets_what_is_cached_b84(own: Server) -> None:
     assert cached(own, prompt) == 0
 
 
+def test_a_misspelt_force_is_refused_by_name(own: Server) -> None:
+    answer = httpx.post(own.url + "/reset_prefix_cache?forces=true")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "forces")
+
+
 def test_reset_while_a_request_runs_is_a_409_and_force_preempts_b84(own: Server) -> None:
     prompt = "busy: " + PROMPT
     answers: list[dict[str, object]] = []

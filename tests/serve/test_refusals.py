@@ -338,7 +338,7 @@ def test_a_50_mib_body_is_a_413_in_bounded_time_b93(server: Server) -> None:
 
 def test_a_text_far_over_the_limit_is_refused_without_tokenising_it_b93(server: Server) -> None:
     start = time.monotonic()
-    response = raw(server, b'{"prompt": "' + b"x" * (30 * 2**20) + b'"}')
+    response = raw(server, b'{"prompt": "' + b"x" * (7 * 2**20) + b'"}')
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert time.monotonic() - start < 20
@@ -349,7 +349,7 @@ def test_a_text_far_over_the_limit_is_refused_without_tokenising_it_b93(server: 
 def test_a_million_bad_items_are_refused_in_bounded_time_b93(server: Server, field: str) -> None:
     start = time.monotonic()
     path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
-    content = b'{"%s": [%s null]}' % (field.encode(), b"1.5," * 3_000_000)
+    content = b'{"%s": [%s null]}' % (field.encode(), b"1.5," * 1_900_000)
     response = httpx.post(server.url + path, content=content, headers={"content-type": "application/json"}, timeout=60)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field

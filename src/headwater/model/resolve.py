@@ -31,8 +31,12 @@ def resolve(
     """
     if name_or_path in CATALOG:
         return pull(name_or_path, cache_dir, progress)
-    path = Path(name_or_path).expanduser()
-    if name_or_path and path.exists():
+    try:
+        path = Path(name_or_path).expanduser()
+        found = bool(name_or_path) and path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user, a NUL in it
+        raise ModelError(f"{name_or_path!r:.80} cannot be a model: {error!s:.80}") from error
+    if found:
         return path
     looks_like_path = path.suffix.lower() == ".gguf" or name_or_path.startswith(("/", ".", "~"))
     if not looks_like_path and REPO_ID.fullmatch(name_or_path):

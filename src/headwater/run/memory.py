@@ -110,6 +110,11 @@ def fit_blocks(
             f"{source} gives {max(0, n_blocks)} blocks of {page} bytes; one short sequence needs {least}: "
             f"set kv_cache_memory_bytes to {least * page} or more, or make block_size smaller"
         )
+    if n_blocks * page > available_bytes:
+        raise ConfigError(
+            f"{source} needs {n_blocks * page} bytes, but only {available_bytes} are available: ask for at most "
+            f"{available_bytes // page} blocks"
+        )
     fitted = _longest(groups, n_blocks, length, max_new)
     if wanted is not None and fitted < wanted:
         needed = blocks_for(groups, wanted, max_new)

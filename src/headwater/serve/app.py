@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -57,6 +58,14 @@ def _add_openai_routes(app: FastAPI, front: Front) -> None:
         return get_model(front, name)
 
 
+class ResetQuery(BaseModel):
+    """The query of a reset; another name in it is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    force: bool = False
+
+
 def _add_admin_routes(app: FastAPI, front: Front) -> None:
     @app.get("/health")
     async def health() -> Response:
@@ -71,8 +80,8 @@ def _add_admin_routes(app: FastAPI, front: Front) -> None:
         return admin.show_version()
 
     @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache(force: bool = False) -> Response:
-        return await admin.reset_prefix_cache(front, force=force)
+    async def reset_prefix_cache(query: Annotated[ResetQuery, Query()]) -> Response:
+        return await admin.reset_prefix_cache(front, force=query.force)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

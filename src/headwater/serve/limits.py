@@ -14,9 +14,10 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 """Of the request line and all headers together; the HTTP parser refuses more."""
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
+"""JSON is parsed in the event loop, where other streams wait for it; a long context is below 1 MiB."""
 
-MAX_DRAIN_BYTES = 4 * MAX_BODY_BYTES
+MAX_DRAIN_BYTES = 16 * MAX_BODY_BYTES
 """How much of a too large body is read and thrown away, so that the client gets to read why it was refused."""
 
 BODY_TIMEOUT_S = 60.0
