@@ -112,6 +112,25 @@ def test_b44_a_length_counts_only_if_every_group_can_start_there() -> None:
     assert cache.lookup(cache.chain(BASE, span(1, 9))).stop.reason is StopReason.EVICTED
 
 
+def test_what_one_group_lost_is_remembered_until_it_is_held_again() -> None:
+    cache = make_cache(full(4), sliding(4, 5))
+    fill(cache, 8)
+    withdraw(cache, 1, 1, 1)
+    stop = cache.lookup(cache.chain(BASE, span(1, 9))).stop
+    assert (stop.reason, stop.group, stop.evicted_at, stop.request) == (
+        StopReason.GROUP_CANNOT_START, 1, 1.0, "pressure"
+    )  # fmt: skip
+    assert stop.describe() == ("group 1 holds too little to start at token 4 (evicted at 1.0 s, for request pressure)")
+    fill(cache, 8)
+    assert hit(cache, span(1, 9)) == 8
+    assert not cache.index.partly
+    withdraw(cache, 1, 1, 1)
+    withdraw(cache, 0, 1, 1)
+    stop = cache.lookup(cache.chain(BASE, span(1, 9))).stop
+    assert (stop.reason, stop.request) == (StopReason.EVICTED, "pressure")
+    assert not cache.index.partly
+
+
 def test_a_full_group_needs_all_a_sliding_one_only_its_window() -> None:
     cache = make_cache(full(4), sliding(4, 8), n_blocks=32)
     fill(cache, 24)

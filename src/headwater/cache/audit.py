@@ -138,6 +138,10 @@ def _audit_ghosts(cache: PrefixCache, nodes: dict[Node, Root]) -> None:
         _check(bears or node.has_children or node in index.computing, "a node between blocks leads nowhere")
     _check(all(node in nodes for node in ghosts), "a ghost cannot be reached")
     _check(len(ghosts) <= index.ghosts.limit, f"{len(ghosts)} ghosts, {index.ghosts.limit} allowed")
+    for node, evictions in index.partly.items():
+        held = {cache.pool.group[block] for block in node.copies}
+        _check(node in nodes and bool(held), "a partly evicted node cannot be reached, or has no copies")
+        _check(bool(evictions) and not held & evictions.keys(), "a group is held and remembered as evicted")
 
 
 def _audit_holdings(cache: PrefixCache, nodes: dict[Node, Root]) -> None:

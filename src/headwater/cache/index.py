@@ -37,6 +37,8 @@ class PrefixIndex:
         """Holdings by cursor: each computes the units after it, as far as its chain knows their tokens."""
         self.first_units: dict[Family, dict[bytes, dict[Node, None]]] = {}
         """Per family and tokens: nodes of first units, to tell "other adapter" from "no record"."""
+        self.partly: dict[Node, dict[int, Eviction]] = {}
+        """Nodes that have lost all copies of a group but not of all groups: per group, the eviction."""
         self.epoch = 0
         """Counts withdrawals: a look-up of the same epoch is still right."""
         self.ending_at = layout.ending_at()
@@ -182,10 +184,18 @@ class PrefixIndex:
             if copies:
                 node.copies = (*copies, block)
                 self._free_surplus(node, group)
+                if node in self.partly:
+                    self._held_again(node, group.index)
             else:
                 node.copies = single[block]
                 if node in ghosts:
                     del ghosts[node]
+
+    def _held_again(self, node: Node, group: int) -> None:
+        evictions = self.partly[node]
+        evictions.pop(group, None)
+        if not evictions:
+            del self.partly[node]
 
     def _free_surplus(self, node: Node, group: GroupLayout) -> None:
         """A copy in use was just added: it stands for the content, and the idle ones are free. They would go first
@@ -244,10 +254,15 @@ class PrefixIndex:
             if quiet and len(node.copies) == 1:
                 node.copies = ()
                 ghosts[node] = eviction
+                self.partly.pop(node, None)
                 continue
             self._remove_copy(node, block)
+            group = self.pool.group[block]
             if not node.copies:
                 ghosts[node] = eviction
+                self.partly.pop(node, None)
+            elif not any(self.pool.group[copy] == group for copy in node.copies):
+                self.partly.setdefault(node, {})[group] = eviction
         self.trim()
 
     def _remove_copy(self, node: Node, block: BlockId) -> None:
@@ -283,6 +298,7 @@ class PrefixIndex:
         """Take one node out of every record. Blocks in use stay with their owners, unpublished."""
         self._unlink(node)
         self.ghosts.nodes.pop(node, None)
+        self.partly.pop(node, None)
         for block in node.copies:
             self._remove_copy(node, block)
             self.pool.unpublish(block)
@@ -334,7 +350,7 @@ class PrefixIndex:
                 node.parent = node.child = node.siblings = None
                 node.copies = ()
                 node = node.alias
-        for held in (self.computing, self.roots, self.by_key, self.first_units, self.ghosts.nodes):
+        for held in (self.computing, self.roots, self.by_key, self.first_units, self.ghosts.nodes, self.partly):
             held.clear()
         self.epoch += 1
 

@@ -41,9 +41,9 @@ class Stop:
     reason: StopReason
     at_token: int
     evicted_at: float | None = None
-    """EVICTED: clock of the cache, seconds."""
+    """EVICTED, and GROUP_CANNOT_START if that group's block was evicted: clock of the cache, seconds."""
     request: RequestId | None = None
-    """EVICTED: the request that needed the block. COMPUTING: the request that computes it now."""
+    """With ``evicted_at``: the request that needed the block. COMPUTING: the request that computes it now."""
     option: str | None = None
     """BYPASSED: by which option."""
     group: int | None = None
@@ -52,16 +52,17 @@ class Stop:
     def describe(self) -> str:
         """One sentence for people."""
         at = f"at token {self.at_token}"
+        evicted = "" if self.evicted_at is None else f" (evicted at {self.evicted_at} s, for request {self.request})"
         return {
             StopReason.NO_RECORD: f"no record of what follows {at}",
             StopReason.DIFFERS: f"differs from what is recorded {at}",
-            StopReason.EVICTED: f"evicted {at} (at {self.evicted_at} s, for request {self.request})",
+            StopReason.EVICTED: f"no longer held {at}{evicted}",
             StopReason.OTHER_IDENTITY: f"the same tokens are recorded with another adapter or media {at}",
             StopReason.COMPUTING: f"being computed now by request {self.request} {at}",
             StopReason.PARTIAL_BLOCK: f"every full block hit; the rest {at} fills no block",
             StopReason.LAST_TOKEN: f"every block but the last hit; the last token must be computed ({at})",
             StopReason.BYPASSED: f"not looked up: bypassed by {self.option}",
-            StopReason.GROUP_CANNOT_START: f"group {self.group} holds too little to start {at}",
+            StopReason.GROUP_CANNOT_START: f"group {self.group} holds too little to start {at}{evicted}",
         }[self.reason]
 
 
@@ -108,7 +109,16 @@ def explain(index: PrefixIndex, chain: TokenChain, path: Sequence[Node], n_hit: 
     eviction = index.ghosts.nodes.get(node)
     if eviction is not None:
         return Stop(StopReason.EVICTED, at_token, evicted_at=eviction.when, request=eviction.wanted_by)
-    return Stop(StopReason.GROUP_CANNOT_START, at_token, group=group.index)
+    partly = index.partly.get(node, {}).get(group.index)
+    if partly is None:
+        return Stop(StopReason.GROUP_CANNOT_START, at_token, group=group.index)
+    return Stop(
+        StopReason.GROUP_CANNOT_START,
+        at_token,
+        evicted_at=partly.when,
+        request=partly.wanted_by,
+        group=group.index,
+    )
 
 
 def _missing_copy(index: PrefixIndex, path: Sequence[Node], n_hit: int) -> tuple[GroupLayout, int] | None:
