@@ -63,6 +63,29 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         assert default in shown, default
 
 
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "headwater pull gemma3-270m" in capsys.readouterr().out
+
+
+def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    by_option = capsys.readouterr().out
+    main(["version"])
+    assert capsys.readouterr().out == by_option
+
+
+def test_a_tilde_in_the_cache_folder_is_the_home_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["models", "--model-cache-dir=~/kept"]) == 0
+    assert str(tmp_path / "kept" / "models") in capsys.readouterr().out
+
+
 def test_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["models", "--model-cache-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -89,7 +112,6 @@ def test_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (("serve", "--dtype", "float17"), "--dtype: invalid choice: 'float17'"),
         (("serve", "--kv-cache-memory-bytes", "2 bananas"), "is no amount of memory"),
         (("sreve",), "invalid choice: 'sreve'"),
-        ((), "required: COMMAND"),
         (("pull",), "required: name"),
         (("version", "now"), "unknown argument now"),
     ],

@@ -25,6 +25,7 @@ def test_generate_and_hit(llm: LLM) -> None:
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     assert cold.num_cached_tokens == 0
     assert warm.num_cached_tokens == (len(warm.prompt_token_ids) - 1) // 16 * 16 > 0
+    assert (cold.prefix_stop, warm.prefix_stop) == ("no_record", "partial_block")
 
 
 def test_a_batch_answers_as_one_alone(llm: LLM) -> None:

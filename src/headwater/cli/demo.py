@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Start a server, send the requests one after another, print a table, stop the server."""
     out = Console(highlight=False)
     with _server(arguments) as url:
-        table = Table("request", "prompt tokens", "cached", "computed", "first token", "of the first's")
+        table = Table("request", "prompt tokens", "cached", "computed", "first token", "relative to first")
         for column in table.columns:
             column.justify = "right"
         first_s = 0.0
@@ -76,10 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{seen.first_token_s / first_s:.2f}",
             )
         out.print(table)
-        out.print(
-            "Every request begins with the same system prompt. The first one computes its KV; the others point at "
-            "the same blocks and compute only what is new."
-        )
+        said = "Every request begins with the same system prompt. "
+        if arguments.enable_prefix_caching is False:
+            said += "Prefix caching is off: each one computes all of it."
+        else:
+            said += "The first one computes its KV; the others point at the same blocks and compute only what is new."
+        out.print(said)
     return 0
 
 
@@ -141,10 +143,18 @@ def ask(url: str, question: str) -> Seen:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise EngineError(f"the server answered {response.status}: {response.read(500).decode(errors='replace')}")
+            raise EngineError(f"the server refused the demo's request: {_message(response.read())}")
         return _read_stream(response, start)
     finally:
         connection.close()
+
+
+def _message(body: bytes) -> str:
+    """What an error answer says."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):  # not this server's own words
+        return body[:500].decode(errors="replace")
 
 
 def _read_stream(response: http.client.HTTPResponse, start: float) -> Seen:

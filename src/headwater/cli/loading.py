@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 QUIET_S = 2.0
-"""Outside a terminal, what takes less than this is not told."""
+"""Outside a terminal, each stage is told when it begins, and again after so many seconds."""
 
 
 class LoadingBar:
@@ -42,9 +42,10 @@ class LoadingBar:
             self._task = self._bars.add_task(what, total=1.0)
         self._bars.update(self._task, description=what, completed=fraction)
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._told_s > QUIET_S:
-            self._console.print(f"{what}: {fraction:.0%}", highlight=False)
+        if not self._console.is_terminal and (what != self._what or now - self._told_s > QUIET_S):
+            self._console.print(f"{what} ({fraction:.0%})" if 0 < fraction < 1 else what, highlight=False)
             self._told_s = now
+        self._what = what
 
     def done(self) -> None:
         """Take the bar away."""

@@ -31,7 +31,9 @@ def list_models(arguments: argparse.Namespace) -> int:
     for entry in CATALOG.values():
         here = "yes" if (folder / entry.file_name).is_file() else "no"
         table.add_row(entry.name, entry.description, f"{entry.n_bytes / 2**20:.0f} MiB", entry.licence, here)
-    Console().print(table)
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(table)
+    out.print(f"kept in {folder}", markup=False)
     return 0
 
 
@@ -41,4 +43,4 @@ def show_version(arguments: argparse.Namespace) -> int:
 
 
 def _cache_dir(arguments: argparse.Namespace) -> Path | None:
-    return None if arguments.model_cache_dir is None else Path(arguments.model_cache_dir)
+    return None if arguments.model_cache_dir is None else Path(arguments.model_cache_dir).expanduser()

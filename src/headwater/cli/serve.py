@@ -34,7 +34,7 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     config = config_of(arguments)
-    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir)
+    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir).expanduser()
     served_name = config.model.served_model_name or config.model.model
     listening = bind(arguments.host, arguments.port)
     with LoadingBar() as bar:
@@ -77,7 +77,8 @@ def announce(front: Front, url: str) -> None:
     out.print(f"Headwater {version('headwater')}")
     for name, value in rows:
         out.print(f"  {name:<9} {value}")
-    out.print(f"\nServing on {url} (Ctrl-C stops). Try:\n\n{_example(front, url)}\n")
+    out.print(f"\nServing on {url} (Ctrl-C stops).")
+    out.print(f"Try:\n\n{_example(front, url)}\n")
     out.file.flush()
 
 

@@ -51,7 +51,7 @@ def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
     """
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
-    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir)
+    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir).expanduser()
     path = resolve(config.model.model, cache_dir, report)
     tokenizer = load_tokenizer(path)
     ops = make_ops(resolve_dtype(config.model.dtype))
@@ -60,7 +60,7 @@ def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
         raise ModelError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {model.spec.vocab_size} rows"
         )
-    report("checking row invariance", 1.0)
+    report("checking the matrix products", 0.0)
     probe = probe_row_invariance(model.linears)
 
     groups = plan_groups(model.spec, config.cache.block_size)

@@ -53,6 +53,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
+    prefix_stop: str | None = None
+    """Why no more came from it: one of the cache's reasons, such as "differs", "partial_block" or "evicted"."""
     finished: bool = False
 
 
@@ -252,6 +254,8 @@ def _add(output: RequestOutput, delta: Delta) -> None:
         if delta.error_kind == "never_fits":
             raise NeverFits(message)
         raise BadRequest(message) if delta.error_kind == "bad_request" else EngineError(message)
+    if delta.prefix_stop is not None:
+        output.prefix_stop = delta.prefix_stop
     completion = output.outputs[0]
     completion.text += delta.text
     completion.token_ids += delta.token_ids

@@ -46,12 +46,13 @@ class ProbeReport:
     def line(self) -> str:
         """One line to print at start."""
         if self.row_invariant:
-            rules = sorted({str(shape.rule) for shape in self.shapes})
-            return f"products are row-invariant ({'; '.join(rules)}): equal bits with and without the cache"
+            mosts = [shape.rule.most for shape in self.shapes if shape.rule.most is not None]
+            price = f", with calls of at most {min(mosts)} rows" if mosts else ""
+            return f"equal bits with and without the cache: checked on this CPU{price}"
         bad = [shape for shape in self.shapes if not shape.row_invariant]
         worst = max(bad, key=lambda shape: shape.n_different / max(1, shape.n_compared))
         return (
-            f"products are not row-invariant: {len(bad)} of {len(self.shapes)} shapes, at worst "
+            f"the matrix products are not row-invariant here: {len(bad)} of {len(self.shapes)} shapes, at worst "
             f"{worst.n_different / max(1, worst.n_compared):.0e} of the elements "
             f"({worst.in_features} x {worst.out_features}); logits may differ in the last bits with the batch"
         )

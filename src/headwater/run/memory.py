@@ -93,6 +93,8 @@ def fit_blocks(
     length = spec.max_positions if wanted is None else wanted
     max_new = scheduler.max_num_batched_tokens
     page = page_bytes(spec, groups, dtype)
+    if cache.n_blocks is not None and cache.kv_cache_memory_bytes is not None:
+        raise ConfigError("num_blocks and kv_cache_memory_bytes both size the pool: give one of them")
     if cache.n_blocks is not None:
         n_blocks = cache.n_blocks
         source = f"n_blocks {n_blocks}"

@@ -136,6 +136,12 @@ class Metrics:
         self.step_tokens = self._histogram(
             "step_tokens", "Tokens computed in a step.", tuple(float(2**i) for i in range(14))
         )
+        self._stops = Counter(
+            "headwater_prefix_cache_stops",
+            "Admitted requests, by why the reuse of their prompt ended where it did.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
         self._disconnects = Counter(
             "headwater_client_disconnects",
             "Requests whose client left before the end.",
@@ -153,6 +159,9 @@ class Metrics:
             self.step_s.observe(step_s)
             self.model_s.observe(model_s)
             self.step_tokens.observe(n_tokens)
+
+    def count_stop(self, reason: str) -> None:
+        self._stops.labels(self._model_name, reason).inc()
 
     def count_disconnect(self) -> None:
         self._disconnects.inc()
@@ -172,6 +181,8 @@ class RequestClock:
 
     def observe(self, delta: Delta) -> None:
         now = time.monotonic()
+        if delta.prefix_stop is not None:
+            self._metrics.count_stop(delta.prefix_stop)
         if delta.token_ids:
             if self._last_token is None:
                 self._metrics.first_token_s.observe(now - self._arrival)

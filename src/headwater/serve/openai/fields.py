@@ -57,6 +57,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
+    "prompt_cache_retention": (),
 }
 """Fields that other servers know and this one does not have yet, with the values that ask for nothing.
 
