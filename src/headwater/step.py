@@ -116,6 +116,7 @@ class StepResult:
     step: int
     rows: tuple[RowResult, ...]
     digest: bytes = b""
+    """``StepPlan.digest`` of what was run, where several ranks run one plan; empty from a lone runner."""
     model_s: float = 0.0
     """Seconds in the model."""
     sample_s: float = 0.0

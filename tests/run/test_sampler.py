@@ -39,7 +39,7 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     assert sample(logits, [RowSampling(temperature=5.0, top_k=1)] * 3, [1, 2, 3]) == [1, 0, 1]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [RowSampling(), RowSampling(temperature=1.0, top_p=0.9, seed=1)])
 def test_a_row_that_is_not_finite_fails_alone(bad: float, sampling: RowSampling) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
@@ -49,6 +49,15 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, sampling: RowSampling)
     assert isinstance(got[1], NotFinite)
     assert got[1].reason == "logits are not finite"
     assert (got[0], got[2]) == (expected[0], expected[2])
+
+
+@pytest.mark.parametrize("sampling", [RowSampling(), RowSampling(temperature=1.0, top_p=0.9, seed=1)])
+def test_minus_infinity_rules_a_token_out_and_nothing_else(sampling: RowSampling) -> None:
+    logits = torch.full((2, 50), -math.inf)
+    logits[0, 17] = -3.0
+    only, none = sample(logits, [sampling] * 2, [4, 5])
+    assert only == 17
+    assert isinstance(none, NotFinite)
 
 
 def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> list[float]:

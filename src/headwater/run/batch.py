@@ -85,8 +85,8 @@ class _GroupRows:
             row[: len(table)] = table
         return GroupBatch(
             block_tables=torch.from_numpy(tables),
-            first_block=torch.tensor(self.first, dtype=torch.int32),
-            slot_mapping=torch.tensor(self.slots, dtype=torch.int64),
+            first_block=torch.from_numpy(np.array(self.first, dtype=np.int32)),
+            slot_mapping=torch.from_numpy(np.array(self.slots, dtype=np.int64)),
             block_size=self.spec.block_size,
         )
 
@@ -110,9 +110,11 @@ def build_batch(chunks: Sequence[Chunk], groups: Sequence[GroupSpec], *, every_p
             part.add(table, begin, end)
     return RaggedBatch(
         token_ids=torch.from_numpy(np.array(tokens)),
-        positions=torch.tensor(positions, dtype=torch.int64),
+        positions=torch.from_numpy(np.array(positions, dtype=np.int64)),
         query_start=tuple(query_start),
         context_len=tuple(chunk.end for chunk in chunks),
         groups=tuple(part.batch() for part in parts),
-        logits_at=torch.arange(len(tokens)) if every_position else torch.tensor(logits_at, dtype=torch.int64),
+        logits_at=torch.arange(len(tokens))
+        if every_position
+        else torch.from_numpy(np.array(logits_at, dtype=np.int64)),
     )

@@ -91,7 +91,6 @@ class Runner:
         return StepResult(
             step=plan.step,
             rows=tuple(results),
-            digest=plan.digest(),
             model_s=times.model_s,
             sample_s=times.sample_s,
             prepare_s=times.prepare_s,

@@ -1,6 +1,6 @@
 """From logits to the next token of each row, by that row's logits and parameters alone.
 
-In NumPy, row by row: one thread, no barrier to wait at, and nothing that depends on the other rows.
+In NumPy: one thread, no barrier to wait at, and nothing that depends on the other rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ STRETCH = 512
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """A row whose logits hold NaN or infinity: no token can be chosen."""
+    """A row whose logits hold NaN or +inf, or nothing but -inf (which is how a token is ruled out): no token can be
+    chosen."""
 
     reason: str = "logits are not finite"
 
@@ -42,19 +43,22 @@ def sample(
     the largest logit, the lowest id of equals. Otherwise temperature, then top_k (equals of the k-th stay in), then
     top_p on what is left: the fewest most likely tokens whose mass reaches top_p (of equals the lowest ids).
     """
-    return [
-        _token(row, one, position, choice)
-        for row, one, position in zip(logits.numpy(), sampling, positions, strict=True)
-    ]
+    rows: Floats = logits.numpy()
+    best = rows.argmax(axis=1)
+    finite = np.isfinite(rows[np.arange(len(rows)), best]).tolist()  # argmax stops at a NaN
+    tokens: list[int | NotFinite] = []
+    for i, (one, position) in enumerate(zip(sampling, positions, strict=True)):
+        if not finite[i]:
+            tokens.append(NotFinite())
+        elif one.temperature < GREEDY_BELOW or one.top_k == 1:
+            tokens.append(int(best[i]))
+        else:
+            tokens.append(_draw(rows[i], one, rows[i, best[i]], position, choice))
+    return tokens
 
 
-def _token(logits: Floats, sampling: RowSampling, position: int, choice: int) -> int | NotFinite:
-    best = int(logits.argmax())
-    if not np.isfinite(logits[best]) or not np.isfinite(logits.min()):  # argmax and min both stop at a NaN
-        return NotFinite()
-    if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
-        return best
-    ids, weights = candidates(logits, sampling, top=logits[best])
+def _draw(logits: Floats, sampling: RowSampling, top: np.float32, position: int, choice: int) -> int:
+    ids, weights = candidates(logits, sampling, top)
     at = pick(weights, uniform(sampling.seed, choice, position, Purpose.TOKEN))
     return int(ids[at])
 
