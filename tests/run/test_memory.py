@@ -133,6 +133,9 @@ def test_available_memory_heeds_the_container(tmp_path: Path) -> None:
     assert available_memory(meminfo, cgroup) == 8000 * 1024
     (cgroup / "memory.max").write_text("100500\n")
     assert available_memory(meminfo, cgroup) == 100_000
+    (cgroup / "memory.stat").write_text("anon 300\ninactive_file 200\n")  # pages of files are given up for the asking
+    assert available_memory(meminfo, cgroup) == 100_200
+    (cgroup / "memory.stat").unlink()
     (cgroup / "memory.max").write_text("400\n")
     assert available_memory(meminfo, cgroup) == 0
     assert available_memory() > 0

@@ -13,7 +13,7 @@ from headwater.config import EngineConfig
 from headwater.engine.core import EngineCore
 from headwater.engine.messages import EngineInfo
 from headwater.engine.process import Report
-from headwater.errors import ConfigError, ModelError
+from headwater.errors import ConfigError
 from headwater.kernels import make_ops
 from headwater.kernels.probe import probe_row_invariance
 from headwater.model.decoder import Model
@@ -56,10 +56,6 @@ def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
     tokenizer = load_tokenizer(path)
     ops = make_ops(resolve_dtype(config.model.dtype))
     model = load_model(path, ops, report, cache_dir=cache_dir, max_positions=config.scheduler.max_model_len)
-    if tokenizer.vocab_size > model.spec.vocab_size:
-        raise ModelError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {model.spec.vocab_size} rows"
-        )
     report("checking the matrix products", 0.0)
     probe = probe_row_invariance(model.linears)
 
@@ -73,7 +69,9 @@ def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
         scheduler,
         cache,
         tokenizer,
-        _info(config, model, cache, scheduler, memory, row_invariant=probe.row_invariant, notes=[probe.line()]),
+        _info(
+            config, model, tokenizer, cache, scheduler, memory, row_invariant=probe.row_invariant, notes=[probe.line()]
+        ),
         namespace=Namespace(model.weights_digest),
         rng=random.Random(config.model.seed),
     )
@@ -93,6 +91,7 @@ def _store(model: Model, groups: tuple[GroupSpec, ...], memory: MemoryPlan) -> K
 def _info(
     config: EngineConfig,
     model: Model,
+    tokenizer: Tokenizer,
     cache: PrefixCache,
     scheduler: Scheduler,
     memory: MemoryPlan,
@@ -101,6 +100,9 @@ def _info(
     notes: list[str],
 ) -> EngineInfo:
     limit = scheduler.max_model_len
+    n_rowless = tokenizer.vocab_size - model.spec.vocab_size
+    if n_rowless > 0:  # Gemma 3's text models, for one: their tokenizer knows an image token
+        notes = [*notes, f"{n_rowless} tokens of the tokenizer have no embedding; a prompt with one is refused"]
     if limit < model.spec.max_positions and config.scheduler.max_model_len is None:
         notes = [*notes, f"the model could take {model.spec.max_positions} tokens; the KV pool holds {limit}"]
     if cache.min_reusable_tokens >= limit:

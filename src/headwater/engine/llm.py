@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headwater.engine.checks import check_prompt, check_sampling, check_template_arguments
@@ -92,7 +93,7 @@ class LLM:
         *,
         cache_salt: str | None = None,
         priority: int = 0,
-        progress: bool = False,
+        progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer all ``prompts`` (a text, token ids, or a list of either), batched; the outputs in their order.
 
@@ -113,7 +114,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
-        progress: bool = False,
+        progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, under the model's chat template. Raises NoChatTemplate without one."""
         check_template_arguments(chat_template_kwargs or {})
@@ -270,9 +271,10 @@ def _add(output: RequestOutput, delta: Delta) -> None:
 
 @contextlib.contextmanager
 def _bar(n_requests: int, *, shown: bool) -> Iterator[Any]:
-    """Yields what is called once per finished request."""
+    """Yields what is called once per finished request. Only a terminal gets to see it, on stderr."""
+    console = Console(stderr=True)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=not shown) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
         task = bars.add_task("requests", total=n_requests)
         yield lambda: bars.advance(task)
 

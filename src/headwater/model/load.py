@@ -16,6 +16,7 @@ from headwater.model.decoder import Model, OuterWeights
 from headwater.model.digest import weights_digest
 from headwater.model.layers import DecoderLayer, LayerWeights, rope_table
 from headwater.model.progress import Progress, silent
+from headwater.model.pull import default_cache_dir
 from headwater.model.spec import ModelSpec
 from headwater.model.weights.open import open_weights
 from headwater.model.weights.source import WeightSource
@@ -60,7 +61,9 @@ def load_model(
         raise ModelError(f"{path}: {problem}")
     loader = _Loader(source, ops)
     loader.check()
-    digest = weights_digest(source.files, cache_dir, lambda fraction: progress("hashing weights", fraction))
+    digest = weights_digest(
+        source.files, cache_dir or default_cache_dir(), lambda fraction: progress("hashing weights", fraction)
+    )
     return loader.model(digest, progress, min(max_positions or source.spec.max_positions, source.spec.max_positions))
 
 

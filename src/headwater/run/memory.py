@@ -146,8 +146,18 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path(
     if limit.is_file() and used.is_file():
         text = limit.read_text().strip()
         if text != "max":
-            available = min(available, max(0, int(text) - int(used.read_text())))
+            taken = int(used.read_text()) - _reclaimable(cgroup / "memory.stat")
+            available = min(available, max(0, int(text) - taken))
     return available
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes that count as used but are given up for the asking: pages of files, such as the model just read."""
+    if stat.is_file():
+        for line in stat.read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0
 
 
 def _machine_available(meminfo: Path) -> int:

@@ -147,8 +147,12 @@ def _why_not_text(text: str) -> str:
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer of a model: a .gguf file or a Hugging Face folder. Raises ModelError."""
     path = Path(path)
-    if path.is_dir():
-        return Tokenizer.from_folder(path)
-    if path.is_file():
-        return Tokenizer.from_gguf(path)
+    try:
+        if path.is_dir():
+            return Tokenizer.from_folder(path)
+        if path.is_file():
+            return Tokenizer.from_gguf(path)
+    except (KeyError, TypeError, ValueError, RecursionError, SyntaxError) as error:
+        # Files of a shape that nobody writes: which of their many fields is odd is in the chained error.
+        raise ModelError(f"{path}: the tokenizer's files are damaged: {type(error).__name__}: {error}") from error
     raise ModelError(f"{path}: no such file or folder")
