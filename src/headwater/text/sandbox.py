@@ -1,8 +1,10 @@
 """The Jinja environment that chat templates run in: Hugging Face's functions, and bounds on time and memory.
 
-A template is part of a downloaded model, so it runs in Jinja's immutable sandbox. That sandbox limits
-``range`` alone; nested loops, recursive macros and doubling strings are bounded here: every turn of a loop
-and every call counts against one budget per rendering, and no variable may hold a text above the limit.
+A template is part of a downloaded model, so it runs in Jinja's immutable sandbox: it reaches nothing outside. That
+sandbox limits ``range`` alone; here every turn of a loop and every call counts against one budget per rendering, and
+no variable may be set to a text above the limit. This stops what a faulty template does with a client's messages. It
+does not stop a hostile model file from spending memory or time on purpose, with filters (``center``), ``%``,
+arguments of macros that double, or recursive loops.
 
 Source of the functions and their meaning: `chat_template_utils.py` of huggingface/transformers.
 """
@@ -41,7 +43,7 @@ class GenerationTag(Extension):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles templates so that rendering them is bounded; call ``begin`` before each rendering."""
+    """Compiles templates so that loops, calls and variables are bounded; call ``begin`` before each rendering."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -77,7 +79,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = self._through("_counted", loop.iter)
-        # A text can only grow from step to step through a variable: `set x = x ~ x`, or a block captured by `set`.
+        # Where a text grows by mistake, it grows through a variable: `set x = x ~ x`, or a block captured by `set`.
         for assign in list(tree.find_all(nodes.Assign)):
             assign.node = self._through("_bounded", assign.node)
         for block in list(tree.find_all(nodes.AssignBlock)):
