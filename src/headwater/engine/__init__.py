@@ -1,0 +1,1 @@
+"""The engine: scheduler, runner and text in one loop; its process and its client; ``LLM``."""

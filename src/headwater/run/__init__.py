@@ -1,0 +1,1 @@
+"""Runs a step: memory for KV blocks, packed batches, the model, sampling."""

@@ -1,0 +1,1 @@
+"""Scheduling: which sequences compute how many tokens in the next step. Pure Python."""

@@ -1,0 +1,1 @@
+"""A family: how its configuration becomes a ModelSpec, and how its tensors are called."""
