@@ -6,6 +6,7 @@ Option names follow vLLM's where the meaning is the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 HASH_ALGORITHMS = ("sha256", "xxh3_128", "blake3")
 DTYPES = ("auto", "bfloat16", "float32")
@@ -48,6 +49,11 @@ class ModelConfig:
     threads: int | None = None
     cache_dir: str | None = None
     """Where pulled models and weight digests are kept; None: the platform's cache folder."""
+
+    @property
+    def cache_path(self) -> Path | None:
+        """``cache_dir`` as a path, a leading ~ being the home folder."""
+        return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from headwater.cache.key import TOKEN_BYTES
 from headwater.types import BlockId, BlockTable, RequestId
 
 if TYPE_CHECKING:
     from headwater.cache.key import ChainRoot, TokenChain
-
-TOKEN_BYTES = 4
 
 
 class Node:

@@ -138,7 +138,7 @@ def _add_engine_options(parser: Parser) -> None:
 def _add_switch(group: argparse._ArgumentGroup, option: Option) -> None:
     default = _default(option)
     group.add_argument(
-        _flag(option), action=argparse.BooleanOptionalAction, help=f"{option.about} ({'on' if default else 'off'})"
+        option.flag, action=argparse.BooleanOptionalAction, help=f"{option.about} ({'on' if default else 'off'})"
     )
 
 
@@ -147,7 +147,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     shown = "" if default is None else f" ({default})"
     kind = str if option.kind is str else amount if option.is_bytes else _whole(option.minimum, option.maximum)
     group.add_argument(
-        _flag(option),
+        option.flag,
         type=kind,
         choices=option.choices or None,
         metavar=None if option.choices else "N" if option.kind is int else "NAME",
@@ -162,10 +162,6 @@ def _add_cache_dir(parser: argparse._ActionsContainer) -> None:
         metavar="DIR",
         help=f"where fetched models are kept; the variable {CACHE_VARIABLE} sets it too",
     )
-
-
-def _flag(option: Option) -> str:
-    return "--" + option.name.replace("_", "-")
 
 
 def _default(option: Option) -> object:

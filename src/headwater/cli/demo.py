@@ -110,11 +110,10 @@ def serve_command(arguments: argparse.Namespace) -> list[str]:
             command += ["--model", getattr(arguments, name)]
     for option in OPTIONS:
         value = getattr(arguments, option.name)
-        flag = "--" + option.name.replace("_", "-")
         if option.kind is bool and value is not None:
-            command.append(flag if value else flag.replace("--", "--no-", 1))
+            command.append(option.flag if value else option.flag.replace("--", "--no-", 1))
         elif value is not None:
-            command += [flag, str(value)]
+            command += [option.flag, str(value)]
     return command
 
 

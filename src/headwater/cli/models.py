@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.cli.loading import LoadingBar
+from headwater.config import ModelConfig
 from headwater.model.catalog import CATALOG
 from headwater.model.pull import default_cache_dir
 from headwater.model.pull import pull as pull_model
@@ -43,4 +44,4 @@ def show_version(arguments: argparse.Namespace) -> int:
 
 
 def _cache_dir(arguments: argparse.Namespace) -> Path | None:
-    return None if arguments.model_cache_dir is None else Path(arguments.model_cache_dir).expanduser()
+    return ModelConfig(cache_dir=arguments.model_cache_dir).cache_path

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 from importlib.metadata import version
-from pathlib import Path
 
 from rich.console import Console
 
@@ -34,7 +33,6 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     config = config_of(arguments)
-    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir).expanduser()
     served_name = config.model.served_model_name or config.model.model
     listening = bind(arguments.host, arguments.port)
     with LoadingBar() as bar:
@@ -46,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             bar.done()
             announce(front, url)
 
-        path = resolve(config.model.model, cache_dir, bar.report)
+        path = resolve(config.model.model, config.model.cache_path, bar.report)
         serve_until_stopped(
             config,
             listening,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -51,7 +50,7 @@ def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
     """
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
-    cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir).expanduser()
+    cache_dir = config.model.cache_path
     path = resolve(config.model.model, cache_dir, report)
     tokenizer = load_tokenizer(path)
     ops = make_ops(resolve_dtype(config.model.dtype))

@@ -29,6 +29,11 @@ class Option:
     is_bytes: bool = False
     """An amount of memory: the command line also takes 512MiB, 2GiB and the like."""
 
+    @property
+    def flag(self) -> str:
+        """The option on the command line."""
+        return "--" + self.name.replace("_", "-")
+
 
 OPTIONS: tuple[Option, ...] = (
     Option("dtype", "model", "dtype", str, "compute dtype; auto is bfloat16 where the CPU has it", choices=DTYPES),

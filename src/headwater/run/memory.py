@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,15 +129,8 @@ def fit_blocks(
 
 
 def _longest(groups: Sequence[GroupSpec], n_blocks: int, length: int, max_new: int) -> int:
-    """The longest sequence, up to ``length``, that ``n_blocks`` hold (bisection: blocks grow with tokens)."""
-    fits, beyond = 1, length + 1
-    while beyond - fits > 1:
-        middle = (fits + beyond) // 2
-        if blocks_for(groups, middle, max_new) <= n_blocks:
-            fits = middle
-        else:
-            beyond = middle
-    return fits
+    """The longest sequence, up to ``length``, that ``n_blocks`` hold (blocks grow with tokens); at least 1."""
+    return max(1, bisect_right(range(1, length + 1), n_blocks, key=lambda n: blocks_for(groups, n, max_new)))
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

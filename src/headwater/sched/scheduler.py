@@ -4,6 +4,7 @@ running sequence some tokens until *computed* catches up with *known*."""
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -318,16 +319,10 @@ def longest_fit(cache: PrefixCache, limit: int, max_new: int) -> int:
     The last token's KV is never written, so n tokens need blocks for n - 1. Raises ConfigError when the pool cannot
     hold even a prompt of one token.
     """
-    low, high = 1, limit  # low fits, or is trivially short; nothing above high is asked
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cache.peak_blocks(middle - 1, max_new) <= cache.n_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    if low < 2:
+    longest = bisect_right(range(limit), cache.n_blocks, key=lambda n_written: cache.peak_blocks(n_written, max_new))
+    if longest < 2:
         raise ConfigError(
             f"no request fits: {cache.n_blocks} blocks and a limit of {limit} tokens "
             "must hold a prompt of one token and the token after it"
         )
-    return low
+    return longest
