@@ -68,8 +68,8 @@ class TimedOps(TorchOps):
         super().__init__(dtype)
         self.clock = clock
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        return TimedLinear(super().pack_linear(weight, bias), self.clock)
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> Any:
+        return TimedLinear(super().pack_linear(weight, bias, **options), self.clock)
 
     def attention(self, q: torch.Tensor, batch: RaggedBatch, kv: LayerKV, **options: Any) -> torch.Tensor:
         with self.clock.timed("attention"):
@@ -91,10 +91,9 @@ class Bench:
         self.groups = plan_groups(spec, 16)
         self.blocks_each = (PROMPT + 64) // 16
         n_blocks = 8 * self.blocks_each * len(self.groups)
-        fit_blocks(spec, self.groups, ops.dtype, CacheConfig(n_blocks=n_blocks), SchedulerConfig(), available_memory())
-        self.runner = Runner(
-            self.model, KVStore(self.groups, n_blocks, spec.n_kv_heads, spec.head_dim, ops.dtype), self.groups
-        )
+        layout = ops.kv_layout(spec.n_kv_heads, spec.head_dim, 16)
+        fit_blocks(spec, self.groups, layout, CacheConfig(n_blocks=n_blocks), SchedulerConfig(), available_memory())
+        self.runner = Runner(self.model, KVStore(self.groups, n_blocks, layout), self.groups)
         self.tokens = torch.randint(100, spec.vocab_size, (PROMPT + 64,), generator=torch.Generator().manual_seed(0))
         self.n_steps = 0
 

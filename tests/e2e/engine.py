@@ -168,9 +168,8 @@ class Engine:
         self.cache: PrefixCache = (
             PrefixCache(self.groups, n_blocks, config=config, hasher=hasher) if of is None else of.cache
         )
-        self.store: KVStore = (
-            KVStore(self.groups, n_blocks, spec.n_kv_heads, spec.head_dim, loaded.dtype) if of is None else of.store
-        )
+        layout = loaded.model.ops.kv_layout(spec.n_kv_heads, spec.head_dim, block_size)
+        self.store: KVStore = KVStore(self.groups, n_blocks, layout) if of is None else of.store
         self.scheduler = Scheduler(
             self.cache,
             SchedulerConfig(max_seqs, budget),

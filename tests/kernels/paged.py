@@ -58,8 +58,9 @@ def attend(shape: Shape, parts: Sequence[Part], dtype: torch.dtype, seed: int = 
     n_pages = sum(-(-part.end // size) for part in parts) + 3
     free = list(range(n_pages))
     rng.shuffle(free)
-    k = torch.full((n_pages, size, shape.n_kv_heads, shape.d), torch.nan, dtype=dtype)
-    v = k.clone()
+    layout = TorchOps(dtype).kv_layout(shape.n_kv_heads, shape.d, size)
+    [pages] = layout.allocate(1, n_pages)
+    k, v = pages.k.fill_(torch.nan), pages.v.fill_(torch.nan)
     tables, first_blocks, slots, positions = [], [], [], []
     query_start = [0]
     for part in parts:
@@ -91,7 +92,7 @@ def attend(shape: Shape, parts: Sequence[Part], dtype: torch.dtype, seed: int = 
     )
     q = torch.cat([part.row.q[part.begin : part.end] for part in parts])
     out = TorchOps(dtype).attention(
-        q, batch, LayerKV(k, v, 0), scale=shape.scale, window=shape.window, softcap=shape.softcap
+        q, batch, LayerKV(pages, 0, layout), scale=shape.scale, window=shape.window, softcap=shape.softcap
     )
     return list(torch.split(out, [part.end - part.begin for part in parts]))
 

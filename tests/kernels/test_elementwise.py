@@ -66,6 +66,11 @@ def test_gated_act_formula(kind: str, reference: Callable[[Tensor], Tensor] | No
     torch.testing.assert_close(TorchOps(F32).gated_act(x, kind), act(x[:, :32]) * x[:, 32:])
 
 
+def one_layer(ops: TorchOps, n_blocks: int, n_kv_heads: int, d: int) -> LayerKV:
+    layout = ops.kv_layout(n_kv_heads, d, 4)
+    return LayerKV(layout.allocate(1, n_blocks)[0], 0, layout)
+
+
 @each_dtype
 def test_rope_is_the_formula_of_transformers_and_writes_where_told(dtype: torch.dtype) -> None:
     n, n_heads, n_kv_heads, d = 6, 4, 2, 32
@@ -73,8 +78,12 @@ def test_rope_is_the_formula_of_transformers_and_writes_where_told(dtype: torch.
     angles = torch.arange(50.0)[:, None] / 100.0 ** (torch.arange(0, d, 2) / d)
     positions = torch.tensor([0, 3, 49, 7, 8, 20])
     slots = torch.tensor([9, 2, 15, 4, 1, 12])
-    kv = LayerKV(torch.full((4, 4, n_kv_heads, d), 7.0).to(dtype), torch.full((4, 4, n_kv_heads, d), 7.0).to(dtype), 0)
-    out = TorchOps(dtype).rope_and_write(q, k, v, angles.cos(), angles.sin(), batch_at(positions, slots), kv)
+    ops = TorchOps(dtype)
+    kv = one_layer(ops, 4, n_kv_heads, d)
+    kv.k.fill_(7.0)
+    kv.v.fill_(7.0)
+    qkv = torch.cat((q, k, v), 1).view(n, -1)
+    out = ops.rope_and_write(qkv, angles.cos(), angles.sin(), batch_at(positions, slots), kv, n_heads=n_heads)
 
     full = torch.cat((angles, angles), -1)[positions]
     expected_q, expected_k = apply_rotary_pos_emb(
@@ -92,11 +101,13 @@ def test_rope_keeps_two_tables_of_one_batch_apart() -> None:
     # Gemma 3: sliding and full layers turn by different tables in the same step.
     x = torch.randn(3, 1, 8)
     batch = batch_at(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]))
-    kv = LayerKV(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8), 0)
+    kv = one_layer(TorchOps(F32), 1, 1, 8)
     outs = []
     for theta in (10.0, 1000.0, 10.0):
         angles = torch.arange(5.0)[:, None] / theta ** (torch.arange(0, 8, 2) / 8)
         cos, sin = angles.cos(), angles.sin()
-        outs.append((TorchOps(F32).rope_and_write(x, x, x, cos, sin, batch, kv), cos, sin))
+        outs.append(
+            (TorchOps(F32).rope_and_write(x.repeat(1, 3, 1).view(3, -1), cos, sin, batch, kv, n_heads=1), cos, sin)
+        )
     assert torch.equal(outs[0][0], outs[2][0])
     assert not torch.equal(outs[0][0], outs[1][0])

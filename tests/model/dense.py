@@ -42,13 +42,12 @@ def whole_batch(sequences: list[list[int]], block_size: int) -> tuple[RaggedBatc
 def empty_store(model: Model, n_pages: int, block_size: int) -> list[LayerKV]:
     """A store for every layer, in one group, full of NaN: nothing unwritten may be read."""
     spec = model.spec
-    shape = (n_pages, block_size, spec.n_kv_heads, spec.head_dim)
-    return [
-        LayerKV(
-            torch.full(shape, torch.nan, dtype=model.ops.dtype), torch.full(shape, torch.nan, dtype=model.ops.dtype), 0
-        )
-        for _ in range(spec.n_layers)
-    ]
+    layout = model.ops.kv_layout(spec.n_kv_heads, spec.head_dim, block_size)
+    layers = [LayerKV(pages, 0, layout) for pages in layout.allocate(spec.n_layers, n_pages)]
+    for layer in layers:
+        layer.k.fill_(torch.nan)
+        layer.v.fill_(torch.nan)
+    return layers
 
 
 def all_logits(model: Model, sequences: list[list[int]], block_size: int = 4) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ def test_weights_are_packed_in_the_compute_dtype_and_a_tied_head_once(tmp_path: 
     held: list[torch.dtype] = []
 
     class Watching(TorchOps):
-        def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+        def pack_linear(self, weight: torch.Tensor, *rest: Any, **options: Any):  # type: ignore[no-untyped-def]
             held.append(weight.dtype)
-            return super().pack_linear(weight, bias)
+            return super().pack_linear(weight, *rest, **options)
 
     tiny("smollm").save_pretrained(tmp_path)
     load_model(tmp_path, Watching(torch.bfloat16))

@@ -8,6 +8,8 @@ import torch
 
 from headwater.config import CacheConfig, SchedulerConfig
 from headwater.errors import ConfigError
+from headwater.kernels.layout import PlainLayout
+from headwater.model.spec import ModelSpec
 from headwater.run.memory import MemoryPlan, available_memory, blocks_for, fit_blocks, page_bytes, plan_groups
 from headwater.types import GroupKind, GroupSpec
 from tests.run.tiny import FULL, HYBRID, make_spec
@@ -17,6 +19,10 @@ GEMMA3 = replace(
     make_spec(([512] * 5 + [None]) * 3), d_model=640, n_heads=4, n_kv_heads=1, head_dim=256, max_positions=32768
 )
 BF16 = torch.bfloat16
+
+
+def layout(spec: ModelSpec, dtype: torch.dtype) -> PlainLayout:
+    return PlainLayout(spec.n_kv_heads, spec.head_dim, 16, dtype)
 
 
 def kinds(groups: tuple[GroupSpec, ...]) -> list[tuple[str, int | None, tuple[int, ...]]]:
@@ -46,8 +52,8 @@ def test_groups_have_equal_pages_and_every_layer_once(windows: list[int | None])
 
 
 def test_page_bytes() -> None:
-    assert page_bytes(SMOLLM2, plan_groups(SMOLLM2, 16), BF16) == 30 * 2 * 16 * 3 * 64 * 2
-    assert page_bytes(GEMMA3, plan_groups(GEMMA3, 16), torch.float32) == 3 * 2 * 16 * 1 * 256 * 4
+    assert page_bytes(plan_groups(SMOLLM2, 16), layout(SMOLLM2, BF16)) == 30 * 2 * 16 * 3 * 64 * 2
+    assert page_bytes(plan_groups(GEMMA3, 16), layout(GEMMA3, torch.float32)) == 3 * 2 * 16 * 1 * 256 * 4
 
 
 def test_blocks_of_one_sequence() -> None:
@@ -59,7 +65,7 @@ def test_blocks_of_one_sequence() -> None:
 
 
 def fit(cache: CacheConfig, scheduler: SchedulerConfig, available: int = 16 << 30) -> MemoryPlan:
-    return fit_blocks(SMOLLM2, plan_groups(SMOLLM2, 16), BF16, cache, scheduler, available)
+    return fit_blocks(SMOLLM2, plan_groups(SMOLLM2, 16), layout(SMOLLM2, BF16), cache, scheduler, available)
 
 
 def test_default_is_modest() -> None:
@@ -84,7 +90,9 @@ def test_limit_is_fitted_to_the_pool() -> None:
     plan = fit(CacheConfig(n_blocks=100), SchedulerConfig())
     assert plan.max_model_len == 1600
     gemma = plan_groups(GEMMA3, 16)
-    fitted = fit_blocks(GEMMA3, gemma, BF16, CacheConfig(n_blocks=500), SchedulerConfig(), 16 << 30).max_model_len
+    fitted = fit_blocks(
+        GEMMA3, gemma, layout(GEMMA3, BF16), CacheConfig(n_blocks=500), SchedulerConfig(), 16 << 30
+    ).max_model_len
     assert blocks_for(gemma, fitted, 512) <= 500 < blocks_for(gemma, fitted + 1, 512)
 
 
@@ -117,7 +125,7 @@ def test_no_memory_at_all() -> None:
 def test_unequal_pages_are_refused() -> None:
     groups = (GroupSpec(GroupKind.FULL, 4, (0, 1)), GroupSpec(GroupKind.SLIDING, 4, (2,), window=8))
     with pytest.raises(ConfigError, match="equal bytes"):
-        page_bytes(FULL, groups, BF16)
+        page_bytes(groups, layout(FULL, BF16))
     with pytest.raises(ConfigError, match="block_size must be at least 1"):
         plan_groups(HYBRID, 0)
 

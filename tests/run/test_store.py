@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headwater.kernels.layout import PlainLayout
 from headwater.run.memory import page_bytes, plan_groups
 from headwater.run.store import KVStore
 from headwater.step import SlotCopy
@@ -10,16 +11,17 @@ from headwater.types import GroupKind, GroupSpec
 from tests.run.tiny import HYBRID
 
 GROUPS = plan_groups(HYBRID, 4)
+LAYOUT = PlainLayout(n_kv_heads=2, head_dim=16, block_size=4, dtype=torch.bfloat16)
 
 
 def make_store() -> KVStore:
-    return KVStore(GROUPS, 9, n_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    return KVStore(GROUPS, 9, LAYOUT)
 
 
 def test_layers_are_views_of_one_zeroed_pool() -> None:
     store = make_store()
     assert [layer.group for layer in store.layers] == [1, 1, 0, 2, 2, 0]
-    assert store.n_bytes == 9 * page_bytes(HYBRID, GROUPS, torch.bfloat16)
+    assert store.n_bytes == 9 * page_bytes(GROUPS, LAYOUT)
     assert store.n_blocks == 9
     for layer in store.layers:
         assert layer.k.shape == layer.v.shape == (9, 4, 2, 16)
@@ -60,4 +62,4 @@ def test_copy_takes_k_and_v_of_all_layers_and_no_more_slots_than_told() -> None:
 )
 def test_groups_that_do_not_fit_one_pool(groups: tuple[GroupSpec, ...]) -> None:
     with pytest.raises(ValueError, match=r"same number of layers|name every layer once"):
-        KVStore(groups, 9, n_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+        KVStore(groups, 9, LAYOUT)

@@ -69,9 +69,8 @@ def make_model(spec: ModelSpec, dtype: torch.dtype) -> Model:
         table = rope_table(spec.layer_ropes[i], spec.head_dim, spec.max_positions)
         layers.append(DecoderLayer(spec, i, weights, table, ops))
     embed = weight(spec.vocab_size, spec.d_model).to(dtype) * 8
-    return Model(
-        spec, ops, OuterWeights(embed, norm(), ops.pack_linear(weight(VOCAB, spec.d_model))), layers, b"\0" * 32
-    )
+    head = ops.pack_linear(weight(VOCAB, spec.d_model), out_dtype=torch.float32)
+    return Model(spec, ops, OuterWeights(embed, norm(), head), layers, b"\0" * 32)
 
 
 class Seen(LogitsObserver):
@@ -95,7 +94,7 @@ class Bench:
     ) -> None:
         self.groups: tuple[GroupSpec, ...] = plan_groups(spec, BLOCK)
         self.model = make_model(spec, dtype)
-        self.store = KVStore(self.groups, n_blocks, spec.n_kv_heads, spec.head_dim, dtype)
+        self.store = KVStore(self.groups, n_blocks, self.model.ops.kv_layout(spec.n_kv_heads, spec.head_dim, BLOCK))
         self.seen = Seen(every_position)
         self.runner = Runner(self.model, self.store, self.groups, observer=self.seen)
         self.free = list(range(n_blocks))

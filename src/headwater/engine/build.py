@@ -14,6 +14,7 @@ from headwater.engine.messages import EngineInfo
 from headwater.engine.process import Report
 from headwater.errors import ConfigError
 from headwater.kernels import make_ops
+from headwater.kernels.layout import KVLayout
 from headwater.kernels.probe import probe_row_invariance
 from headwater.model.decoder import Model
 from headwater.model.load import load_model, resolve_dtype
@@ -59,10 +60,11 @@ def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
     probe = probe_row_invariance(model.linears)
 
     groups = plan_groups(model.spec, config.cache.block_size)
-    memory = fit_blocks(model.spec, groups, ops.dtype, config.cache, config.scheduler, available_memory())
+    layout = ops.kv_layout(model.spec.n_kv_heads, model.spec.head_dim, config.cache.block_size)
+    memory = fit_blocks(model.spec, groups, layout, config.cache, config.scheduler, available_memory())
     cache = PrefixCache(groups, memory.n_blocks, config=config.cache)
     scheduler = Scheduler(cache, config.scheduler, max_model_len=memory.max_model_len)
-    runner = Runner(model, _store(model, groups, memory), groups)
+    runner = Runner(model, _store(layout, groups, memory), groups)
     core = EngineCore(
         runner,
         scheduler,
@@ -77,9 +79,9 @@ def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
     return BuiltEngine(core, tokenizer, cache, scheduler, runner)
 
 
-def _store(model: Model, groups: tuple[GroupSpec, ...], memory: MemoryPlan) -> KVStore:
+def _store(layout: KVLayout, groups: tuple[GroupSpec, ...], memory: MemoryPlan) -> KVStore:
     try:
-        return KVStore(groups, memory.n_blocks, model.spec.n_kv_heads, model.spec.head_dim, model.ops.dtype)
+        return KVStore(groups, memory.n_blocks, layout)
     except RuntimeError as error:  # how PyTorch reports that the allocator refused
         raise ConfigError(
             f"no memory for {memory.n_blocks} KV blocks ({memory.kv_cache_bytes} bytes): set kv_cache_memory_bytes "

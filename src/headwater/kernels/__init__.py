@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from headwater.kernels.ops import GroupBatch, LayerKV, Linear, Ops, RaggedBatch
+from headwater.kernels.layout import KVLayout, LayerKV
+from headwater.kernels.ops import GroupBatch, HeadNorms, Int8Weight, Linear, Ops, RaggedBatch
 from headwater.kernels.torch_ref import TorchOps
 
-__all__ = ["GroupBatch", "LayerKV", "Linear", "Ops", "RaggedBatch", "TorchOps", "make_ops"]
+__all__ = [
+    "GroupBatch",
+    "HeadNorms",
+    "Int8Weight",
+    "KVLayout",
+    "LayerKV",
+    "Linear",
+    "Ops",
+    "RaggedBatch",
+    "TorchOps",
+    "make_ops",
+]
 
 
 def make_ops(dtype: torch.dtype) -> Ops:

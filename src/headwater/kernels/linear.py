@@ -33,12 +33,14 @@ RULES = (RowRule(1, None), RowRule(2, None), RowRule(4, None), RowRule(1, 32), S
 
 
 class PackedLinear:
-    """``x [n, in_features] -> [n, out_features]`` in the dtype of the weight, which is packed once.
+    """``x [n, in_features] -> [n, out_features]`` in the dtype of the weight, which is packed once, or in
+    ``out_dtype`` (rounded to the weight's first).
 
     ``rows`` says how the rows are cut into calls; only the probe changes it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> None:
+        self.out_dtype = weight.dtype if out_dtype is None else out_dtype
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.has_bias = bias is not None
@@ -66,4 +68,4 @@ class PackedLinear:
         return self.raw(x)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.apply(x, self.rows)
+        return self.apply(x, self.rows).to(self.out_dtype)

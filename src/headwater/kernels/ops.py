@@ -8,15 +8,48 @@ too: they are written first).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-Linear = Callable[[Tensor], Tensor]
-"""A packed weight: [n, in_features] -> [n, out_features]."""
+from headwater.kernels.layout import KVLayout, LayerKV
+
+
+class Linear(Protocol):
+    """A packed weight: [n, in_features] -> [n, out_features] in the dtype that it was packed for."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight in int8: out_features rows of ``values`` [out_features, in_features], each times its ``scale``.
+
+    ``activations`` says what multiplies it: "int8" (each row of the input is quantised, symmetric, with a scale
+    of its own, and the sums are exact) or "compute" (the input as it is). ``hadamard`` > 0: the input first goes
+    through an orthonormal Walsh-Hadamard transform in pieces of so many elements, as the weight's rows did.
+    """
+
+    values: Tensor
+    """int8 [out_features, in_features]"""
+    scale: Tensor
+    """float32 [out_features]"""
+    activations: Literal["int8", "compute"]
+    hadamard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each head's q and k before they are rotated: float32 [head_dim], what is multiplied."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +90,29 @@ class RaggedBatch:
         return len(self.context_len)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """One layer's view of the paged store.
-
-    ``k``, ``v``: [n_pages, block_size, n_kv_heads, head_dim]; ``group`` indexes RaggedBatch.groups.
-    """
-
-    k: Tensor
-    v: Tensor
-    group: int
-
-
 class Ops(Protocol):
     """dtype of activations is the compute dtype (bf16 or float32) unless said otherwise."""
 
     dtype: torch.dtype
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Prepare [out_features, in_features] once, at load."""
+    def kv_layout(
+        self, n_kv_heads: int, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> KVLayout:
+        """How these operations want K and V stored; ``kv_dtype`` None is the compute dtype, else torch.int8.
+        ConfigError for what they cannot store."""
+        ...
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        """Prepare [out_features, in_features] once, at load. The product comes in ``out_dtype``; None is the
+        compute dtype, the other choice float32 (for logits)."""
+        ...
+
+    def pack_int8(
+        self, weight: Int8Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        """The same for a weight in int8; what goes in and comes out is in the compute dtype all the same."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -88,11 +125,20 @@ class Ops(Protocol):
         ...
 
     def rope_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: LayerKV
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        *,
+        n_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate q [n, n_heads, d] and k [n, n_kv_heads, d] (half-split layout, as in GPT-NeoX/Llama-HF) by
-        cos/sin float32 [max_positions, d/2] at batch.positions; write k and v into the store at the
-        group's slot_mapping; return rotated q."""
+        """From ``qkv`` [n, (n_heads + 2 * n_kv_heads) * d], q's heads first, then k's, then v's: norm q and k
+        head by head if there are ``norms``, rotate them (half-split layout, as in GPT-NeoX/Llama-HF) by cos/sin float32
+        [max_positions, d/2] at batch.positions, write k and v into the store at the group's slot_mapping, and
+        return the rotated q [n, n_heads, d]. ``qkv`` may be overwritten."""
         ...
 
     def attention(

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwater.kernels.int8_ref import Int8Linear
+from headwater.kernels.layout import LayerKV, PlainLayout
 from headwater.kernels.linear import PackedLinear
-from headwater.kernels.ops import LayerKV, RaggedBatch
+from headwater.kernels.ops import HeadNorms, Int8Weight, RaggedBatch
 from headwater.kernels.tiles import SPLIT, TileCall, TilePlan, TilePlanner
 
 GRAIN = 32768
@@ -31,10 +33,26 @@ class TorchOps:
         self.linears: list[PackedLinear] = []
         """All that were packed, for the probe."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        linear = PackedLinear(weight.to(self.dtype).contiguous(), None if bias is None else bias.to(self.dtype))
+    def kv_layout(
+        self, n_kv_heads: int, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> PlainLayout:
+        return PlainLayout(n_kv_heads, head_dim, block_size, self.dtype)
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        linear = PackedLinear(
+            weight.to(self.dtype).contiguous(),
+            None if bias is None else bias.to(self.dtype),
+            self.dtype if out_dtype is None else out_dtype,
+        )
         self.linears.append(linear)
         return linear
+
+    def pack_int8(
+        self, weight: Int8Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Int8Linear:
+        return Int8Linear(weight, bias, self.dtype, self.dtype if out_dtype is None else out_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -46,9 +64,21 @@ class TorchOps:
         return self.rms_norm(total, weight, eps), total
 
     def rope_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: LayerKV
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        *,
+        n_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        n_heads, half = q.shape[1], q.shape[2] // 2
+        n_kv_heads, d = kv.layout.n_kv_heads, kv.layout.head_dim
+        q, k, v = torch.split(qkv.view(len(qkv), -1, d), [n_heads, n_kv_heads, n_kv_heads], 1)
+        if norms is not None:
+            q = self.rms_norm(q.contiguous(), norms.q, norms.eps)
+            k = self.rms_norm(k.contiguous(), norms.k, norms.eps)
         key = ("rope", cos.data_ptr(), sin.data_ptr())
         if key not in batch.prepared:
             c, s = cos[batch.positions], sin[batch.positions]
@@ -56,11 +86,11 @@ class TorchOps:
         full_cos, full_sin = batch.prepared[key]
         both = torch.cat((q, k), 1).float()
         # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
-        turned: Tensor = both * full_cos + both.roll(half, -1) * full_sin
+        turned: Tensor = both * full_cos + both.roll(d // 2, -1) * full_sin
         slots = batch.groups[kv.group].slot_mapping
-        kv.k.view(-1, *kv.k.shape[2:]).index_copy_(0, slots, turned[:, n_heads:].to(kv.k.dtype))
-        kv.v.view(-1, *kv.v.shape[2:]).index_copy_(0, slots, v.to(kv.v.dtype))
-        return turned[:, :n_heads].to(q.dtype)
+        kv.k.view(-1, n_kv_heads, d).index_copy_(0, slots, turned[:, n_heads:].to(kv.k.dtype))
+        kv.v.view(-1, n_kv_heads, d).index_copy_(0, slots, v.to(kv.v.dtype))
+        return turned[:, :n_heads].to(qkv.dtype)
 
     def attention(
         self,
@@ -73,7 +103,7 @@ class TorchOps:
         softcap: float | None = None,
     ) -> Tensor:
         n_tokens, n_heads, d = q.shape
-        n_kv_heads = kv.k.shape[2]
+        n_kv_heads = kv.layout.n_kv_heads
         plan = self._plan(batch, kv.group, n_heads, n_kv_heads, window)
         group = n_heads // n_kv_heads
         q_rows = q.reshape(n_tokens * n_kv_heads, group * d)

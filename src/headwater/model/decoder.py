@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwater.kernels.ops import LayerKV, Linear, Ops, RaggedBatch
+from headwater.kernels.layout import LayerKV
+from headwater.kernels.ops import Linear, Ops, RaggedBatch
 from headwater.model.layers import DecoderLayer
 from headwater.model.spec import ModelSpec
 
@@ -16,7 +17,7 @@ from headwater.model.spec import ModelSpec
 @dataclass(frozen=True, slots=True)
 class OuterWeights:
     """What lies around the layers: ``embed`` [vocab_size, d_model] in the compute dtype, ``final_norm``
-    float32 [d_model], ``head`` [n, d_model] -> [n, vocab_size]."""
+    float32 [d_model], ``head`` [n, d_model] -> float32 [n, vocab_size]."""
 
     embed: Tensor
     final_norm: Tensor
@@ -72,7 +73,7 @@ class Model:
             out, residual = layer.finish(heads, residual)
             following = self._outer.final_norm if layer is self.layers[-1] else self.layers[i + 1].weights.attn_norm
             h, residual = ops.add_rms_norm(out, residual, following, spec.norm_eps)
-        logits = self._outer.head(h).float()
+        logits = self._outer.head(h)
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits

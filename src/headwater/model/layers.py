@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwater.kernels.ops import LayerKV, Linear, Ops, RaggedBatch
+from headwater.kernels.layout import LayerKV
+from headwater.kernels.ops import HeadNorms, Linear, Ops, RaggedBatch
 from headwater.model.spec import ModelSpec, RopeSpec
 
 
@@ -52,8 +53,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 class LayerWeights:
     """One layer's packed products and its norms (float32, what is multiplied).
 
-    ``qkv`` gives q, k and v side by side, ``gate_up`` gate and up. ``q_norm`` and ``k_norm`` are None
-    without qk_norm, the post norms without post_norms.
+    ``qkv`` gives q, k and v side by side, ``gate_up`` gate and up. ``head_norms`` is None without qk_norm, the
+    post norms without post_norms.
     """
 
     attn_norm: Tensor
@@ -62,8 +63,7 @@ class LayerWeights:
     ffn_norm: Tensor
     gate_up: Linear
     down: Linear
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    head_norms: HeadNorms | None = None
     post_attn_norm: Tensor | None = None
     post_ffn_norm: Tensor | None = None
 
@@ -82,14 +82,15 @@ class DecoderLayer:
         """Normed input to heads' outputs [n, n_heads * head_dim]; writes this layer's K and V."""
         spec, weights, ops = self.spec, self.weights, self.ops
         n = h.shape[0]
-        q, k, v = torch.split(weights.qkv(h), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-        q = q.reshape(n, spec.n_heads, spec.head_dim)
-        k = k.reshape(n, spec.n_kv_heads, spec.head_dim)
-        v = v.reshape(n, spec.n_kv_heads, spec.head_dim)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = ops.rms_norm(q, weights.q_norm, spec.norm_eps)
-            k = ops.rms_norm(k, weights.k_norm, spec.norm_eps)
-        q = ops.rope_and_write(q, k, v, self.rope.cos, self.rope.sin, batch, kv)
+        q = ops.rope_and_write(
+            weights.qkv(h),
+            self.rope.cos,
+            self.rope.sin,
+            batch,
+            kv,
+            n_heads=spec.n_heads,
+            norms=weights.head_norms,
+        )
         out = ops.attention(q, batch, kv, scale=spec.attn_scale, window=self.window)
         return out.reshape(n, spec.q_size)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import ConfigError, ModelError
-from headwater.kernels.ops import Linear, Ops
+from headwater.kernels.ops import HeadNorms, Linear, Ops
 from headwater.model.decoder import Model, OuterWeights
 from headwater.model.digest import weights_digest
 from headwater.model.layers import DecoderLayer, LayerWeights, rope_table
@@ -144,7 +144,9 @@ class _Loader:
         spec, names, ops = self.spec, self.source.names, self.ops
         tables = {rope: rope_table(rope, spec.head_dim, max_positions) for rope in dict.fromkeys(spec.layer_ropes)}
         embed = self.weight([f"{names.embed}.weight"])
-        head = ops.pack_linear(embed if spec.tied_embeddings else self.weight([f"{names.head}.weight"]))
+        head = ops.pack_linear(
+            embed if spec.tied_embeddings else self.weight([f"{names.head}.weight"]), out_dtype=torch.float32
+        )
         layers = []
         for i in range(spec.n_layers):
             progress("loading weights", i / spec.n_layers)
@@ -162,11 +164,13 @@ class _Loader:
             ffn_norm=self.norm(self.name(i, "ffn_norm")),
             gate_up=self.linear(i, ("gate", "up"), spec.mlp_bias),
             down=self.linear(i, ("down",), spec.mlp_bias),
-            q_norm=self.norm(self.name(i, "q_norm")) if spec.qk_norm else None,
-            k_norm=self.norm(self.name(i, "k_norm")) if spec.qk_norm else None,
+            head_norms=self.head_norms(i) if spec.qk_norm else None,
             post_attn_norm=self.norm(self.name(i, "post_attn_norm")) if spec.post_norms else None,
             post_ffn_norm=self.norm(self.name(i, "post_ffn_norm")) if spec.post_norms else None,
         )
+
+    def head_norms(self, i: int) -> HeadNorms:
+        return HeadNorms(self.norm(self.name(i, "q_norm")), self.norm(self.name(i, "k_norm")), self.spec.norm_eps)
 
     def linear(self, layer: int, parts: tuple[str, ...], has_bias: bool) -> Linear:
         """One packed product of the parts' rows, one below the other."""

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from headwater.config import CacheConfig, SchedulerConfig
 from headwater.errors import ConfigError
+from headwater.kernels.layout import KVLayout
 from headwater.model.spec import ModelSpec
 from headwater.types import GroupKind, GroupSpec
 
@@ -46,14 +45,14 @@ def plan_groups(spec: ModelSpec, block_size: int) -> tuple[GroupSpec, ...]:
     return tuple(groups)
 
 
-def page_bytes(spec: ModelSpec, groups: Sequence[GroupSpec], dtype: torch.dtype) -> int:
-    """Bytes of one page: K and V of a block's tokens in all layers of a group."""
+def page_bytes(groups: Sequence[GroupSpec], layout: KVLayout) -> int:
+    """Bytes of one page: a block in all layers of a group."""
     sizes = {len(group.layers) * group.block_size for group in groups}
     if len(sizes) != 1:
         raise ConfigError(
             f"groups share one pool, so their pages must have equal bytes; got {sorted(sizes)} token-layers"
         )
-    return sizes.pop() * 2 * spec.n_kv_heads * spec.head_dim * dtype.itemsize
+    return sizes.pop() // layout.block_size * layout.block_bytes
 
 
 def blocks_for(groups: Sequence[GroupSpec], n_tokens: int, max_new: int) -> int:
@@ -77,7 +76,7 @@ class MemoryPlan:
 def fit_blocks(
     spec: ModelSpec,
     groups: Sequence[GroupSpec],
-    dtype: torch.dtype,
+    layout: KVLayout,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     available_bytes: int,
@@ -93,7 +92,7 @@ def fit_blocks(
         raise ConfigError(f"max_model_len {wanted} is outside 1 to {spec.max_positions}, the model's own limit")
     length = spec.max_positions if wanted is None else wanted
     max_new = scheduler.max_num_batched_tokens
-    page = page_bytes(spec, groups, dtype)
+    page = page_bytes(groups, layout)
     if cache.n_blocks is not None and cache.kv_cache_memory_bytes is not None:
         raise ConfigError("num_blocks and kv_cache_memory_bytes both size the pool: give one of them")
     if cache.n_blocks is not None:

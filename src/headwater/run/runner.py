@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from headwater.errors import EngineError
-from headwater.kernels.ops import LayerKV, RaggedBatch
+from headwater.kernels.layout import LayerKV
+from headwater.kernels.ops import RaggedBatch
 from headwater.run.batch import Chunk, RowState, RowTable, build_batch
 from headwater.run.sampler import NotFinite, sample
 from headwater.run.store import KVStore

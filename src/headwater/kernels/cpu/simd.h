@@ -1,0 +1,150 @@
+// One vector of floats for every target: 16 lanes with AVX512, 8 with AVX2, 4 elsewhere (SSE2, NEON).
+//
+// Arithmetic is the compiler's own (GCC and Clang vector extensions); only what they cannot say, the fused
+// multiply-add and the dot products, is written per target. Built with -ffp-contract=off: nothing is fused
+// that does not say so, or two instances of one template could round differently.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define HW_API extern "C" __attribute__((visibility("default")))
+#define HW_INLINE inline __attribute__((always_inline))
+
+namespace hw {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint16_t bf16;  // the upper half of a float
+
+// Calls f(integral_constant 0), f(1), ... f(N - 1): unrolled by the language, so that arrays stay in registers.
+template <class F, int... i>
+HW_INLINE void repeat_(F& f, std::integer_sequence<int, i...>) { (f(std::integral_constant<int, i>{}), ...); }
+template <int N, class F>
+HW_INLINE void repeat(F f) { repeat_(f, std::make_integer_sequence<int, N>{}); }
+
+HW_INLINE vf splat(float x) { return x - vf{}; }
+HW_INLINE vi splat(int32_t x) { return x - vi{}; }
+HW_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+HW_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+HW_INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
+
+HW_INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;  // two roundings
+#endif
+}
+
+// ---- memory; nothing needs to be aligned ------------------------------------------------------------
+
+template <class V, class T>
+HW_INLINE V load_as(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+
+HW_INLINE vf widen(vh bits) { return (vf)(__builtin_convertvector(bits, vu) << 16); }
+
+// To the nearest bf16, ties to even; what is no number stays so.
+HW_INLINE vh narrow(vf x) {
+#if defined(__AVX512BF16__)
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+  vu bits = (vu)x;
+  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vu quiet = (bits >> 16) | 0x40;
+  return __builtin_convertvector(x == x ? rounded : quiet, vh);
+#endif
+}
+
+HW_INLINE vf load(const float* p) { return load_as<vf>(p); }
+HW_INLINE vf load(const bf16* p) { return widen(load_as<vh>(p)); }
+HW_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+HW_INLINE void store(bf16* p, vf v) { vh h = narrow(v); std::memcpy(p, &h, sizeof h); }
+
+// ---- functions ----------------------------------------------------------------------------------------
+
+// 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0. Relative error below 3e-7.
+HW_INLINE vf exp2(vf x) {
+  x = vmax(x, splat(-126.f));
+  vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
+  vf shifted = x + magic;
+  vf f = x - (shifted - magic);
+  vf p = splat(1.5403530e-4f);
+  p = fma(p, f, splat(1.3333558e-3f));
+  p = fma(p, f, splat(9.6181291e-3f));
+  p = fma(p, f, splat(5.5504109e-2f));
+  p = fma(p, f, splat(2.4022651e-1f));
+  p = fma(p, f, splat(6.9314718e-1f));
+  p = fma(p, f, splat(1.f));
+  return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+// Sum and maximum over the lanes, always in the same tree.
+HW_INLINE float sum(vf v) {
+  float x[LANES];
+  store(x, v);
+  for (int h = LANES / 2; h; h /= 2)
+    for (int i = 0; i < h; i++) x[i] += x[i + h];
+  return x[0];
+}
+HW_INLINE float top(vf v) {
+  float x[LANES];
+  store(x, v);
+  for (int h = LANES / 2; h; h /= 2)
+    for (int i = 0; i < h; i++) x[i] = x[i] > x[i + h] ? x[i] : x[i + h];
+  return x[0];
+}
+
+// ---- dot products: of pairs of bf16 into float, of fours of bytes into int32, lane by lane ----------------
+
+// acc + a.lo * b.lo + a.hi * b.hi; a and b hold two bf16 in every 32-bit lane. Pinned by inline assembly: GCC 12
+// copies and spills the accumulators of the intrinsic.
+HW_INLINE void dot_bf16(vf& acc, vi a, vi b) {
+#if defined(__AVX512BF16__)
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+#else
+  acc = fma((vf)(a << 16), (vf)(b << 16), acc);
+  acc = fma((vf)(a & (int32_t)0xffff0000), (vf)(b & (int32_t)0xffff0000), acc);
+#endif
+}
+
+// acc + sum of four u8 (a) times s8 (b) in every 32-bit lane; exact.
+HW_INLINE void dot_u8s8(vi& acc, vi a, vi b) {
+#if defined(__AVX512VNNI__)
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+#elif defined(__AVX512BW__)
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512((__m512i)a, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
+  acc += (vi)even + (vi)odd;
+#elif defined(__AVX2__)
+  __m256i even = _mm256_madd_epi16(_mm256_and_si256((__m256i)a, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8));
+  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)a, 8), _mm256_srai_epi16((__m256i)b, 8));
+  acc += (vi)even + (vi)odd;
+#else
+  repeat<4>([&](auto i) { acc += (vi)((vu)(a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24); });
+#endif
+}
+
+}  // namespace hw
