@@ -16,7 +16,7 @@ CHECKED := src tests $(wildcard benchmarks)
 SOURCES := $(shell find src -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo models test lint format types bench clean
+.PHONY: help serve demo models test bits lint format types bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -30,6 +30,10 @@ demo: $(VENV)/.installed  ## the same, but send a few chat requests, print what 
 
 test: $(VENV)/.dev models  ## install what the tests need and run them
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+bits: $(VENV)/.dev models  ## compare bits over the whole matrix: tiny models, then both real ones (hours; ARGS="--pairs": less)
+	HF_HUB_OFFLINE=1 HEADWATER_BITS=all $(BIN)/python -m pytest tests/bits/test_tiny.py
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.bits $(ARGS)
 
 models: $(VENV)/.dev  ## fetch the models that the tests use (kept in the user's cache folder)
 	@if [ -z "$$HEADWATER_TEST_MODELS" ]; then \

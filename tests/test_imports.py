@@ -37,7 +37,8 @@ BELOW: dict[str, frozenset[str]] = {
     "cluster": frozenset({"serve"}),
     "sim": frozenset({"cache", "sched"}),
     "bench": frozenset(),
-    "cli": frozenset({"cluster", "serve", "sim", "bench"}),
+    "eval": frozenset({"engine"}),
+    "cli": frozenset({"cluster", "serve", "sim", "bench", "eval"}),
 }
 """The parts directly below each part. A part may import what is below it, at any depth."""
 

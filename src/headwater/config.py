@@ -5,11 +5,22 @@ Option names follow vLLM's where the meaning is the same.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HASH_ALGORITHMS = ("sha256", "xxh3_128", "blake3")
 DTYPES = ("auto", "bfloat16", "float32")
+KERNELS = ("auto", "torch", "portable", "avx2", "avx512", "avx512bf16", "amx")
+NUMERICS = ("exact", "fast")
+QUANTIZATIONS = ("none", "w8a8", "w8a16")
+KV_DTYPES = ("auto", "int8")
+
+
+def default_cache_dir() -> Path:
+    """The platform's folder for things that can be fetched or made again."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "headwater"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +29,15 @@ class CacheConfig:
 
     block_size: int = 16
     enable_prefix_caching: bool = True
+    partial_reuse: bool = True
+    """Where whole blocks end, copy the slots of a block that begins with the same tokens."""
     hash_algo: str = "sha256"
     n_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    verify_hits: float = 0.0
+    """The share of hit blocks that are computed again in idle time and compared bit for bit; 0: none."""
+    kv_dtype: str = "auto"
+    """Of KV_DTYPES: K and V in the compute dtype, or in int8 with a scale per token and head."""
     max_ghosts: int = 65_536
     """How many content nodes without a resident copy are remembered, to explain evictions."""
 
@@ -36,6 +53,8 @@ class SchedulerConfig:
     """None: the model's own limit, or what the pool can hold if that is less."""
     max_waiting: int = 4096
     """Requests that may queue; one more is refused with 503."""
+    in_flight_wait_s: float = 30.0
+    """How long a request may wait for a beginning that another one is computing now; 0: not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +63,29 @@ class ModelConfig:
 
     model: str = "smollm2-135m"
     dtype: str = "auto"
+    quantization: str = "none"
+    """Of QUANTIZATIONS: weights in the compute dtype, or in int8, with activations in int8 or in the compute dtype."""
     served_model_name: str | None = None
     seed: int = 0
     threads: int | None = None
+    kernels: str = "auto"
+    """One of KERNELS: native ones for one kind of CPU, the best that this one runs, or PyTorch's."""
+    compiler: str | None = None
+    """The command that compiles the native kernels, as in $CXX; None finds one."""
+    numerics: str = "exact"
+    """Of NUMERICS: the same bits whatever shares a batch, or whichever product is quicker."""
     cache_dir: str | None = None
-    """Where pulled models and weight digests are kept; None: the platform's cache folder."""
+    """Where pulled models, weight digests and compiled kernels are kept; None: the platform's cache folder."""
 
     @property
     def cache_path(self) -> Path | None:
         """``cache_dir`` as a path, a leading ~ being the home folder."""
         return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
+
+    @property
+    def kernels_path(self) -> Path:
+        """The folder of compiled kernels."""
+        return (self.cache_path or default_cache_dir()) / "kernels"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ HeadwaterError
 |   `-- NoChatTemplate  the model has no chat template
 |-- Overloaded          the queue is full; the same request may succeed later (HTTP 503)
 |-- ConfigError         an option or a combination of options is wrong
+|-- KernelError         the native kernels cannot be compiled or loaded
 |-- ModelError          a model cannot be found, verified, read or understood
 |   `-- ChecksumError   a downloaded or stored file is not the one expected
 |-- CacheError          the cache was asked for something it must refuse
@@ -50,6 +51,17 @@ class Overloaded(HeadwaterError):
 
 class ConfigError(HeadwaterError):
     """An option, or a combination of options, is wrong."""
+
+
+class KernelError(HeadwaterError):
+    """The native kernels cannot be compiled, loaded or used here.
+
+    ``output`` is all that the compiler said, where it said anything.
+    """
+
+    def __init__(self, message: str, *, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 class ModelError(HeadwaterError):

@@ -8,7 +8,7 @@ complete if no longer one could be found by trying every length against what is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headwater.cache.block import Holding
@@ -32,10 +32,15 @@ def sliding(block_size: int, window: int) -> GroupSpec:
 
 
 def make_cache(
-    *groups: GroupSpec, n_blocks: int = 64, hasher: Hasher | None = None, max_ghosts: int = 65_536, **kwargs: object
+    *groups: GroupSpec,
+    n_blocks: int = 64,
+    hasher: Hasher | None = None,
+    max_ghosts: int = 65_536,
+    partial: bool = True,
+    **kwargs: object,
 ) -> PrefixCache:
     specs = groups or (full(4),)
-    config = CacheConfig(block_size=specs[0].block_size, max_ghosts=max_ghosts)
+    config = CacheConfig(block_size=specs[0].block_size, max_ghosts=max_ghosts, partial_reuse=partial)
     return PrefixCache(specs, n_blocks, config=config, hasher=hasher, **kwargs)  # type: ignore[arg-type]
 
 
@@ -59,6 +64,7 @@ def serve(
     """A whole request: all tokens computed in one step, published, released."""
     chain = cache.chain(namespace, tokens, **kwargs)  # type: ignore[arg-type]
     lookup, holding = admit(cache, chain, owner)
+    cache.copied(holding)
     cache.publish(chain, holding, len(chain))
     cache.slide(holding, len(chain))
     cache.release(holding)
@@ -98,6 +104,10 @@ class Blocks:
                 if spec.reusable and start < block_end <= end:
                     self.published[block] = (g, namespace, tuple(tokens[:block_end]))
 
+    def withdrawn(self, blocks: Iterable[int]) -> None:
+        """What these blocks are published as is wrong; they keep their bytes, and their owners."""
+        self.taken(list(blocks))
+
     def longest_hit(self, namespace: Namespace, tokens: Sequence[int]) -> int:
         """By trying every length, longest first."""
         held = set(self.published.values())
@@ -106,6 +116,39 @@ class Blocks:
             if all(self._can_start(held, g, namespace, tokens, length) for g in range(len(self.groups))):
                 return length
         return 0
+
+    def longest_start(self, namespace: Namespace, tokens: Sequence[int]) -> int:
+        """The same with copies: every point at which each group can go on, furthest first; a block may be copied
+        from any that is published and begins with the tokens up to there."""
+        held = set(self.published.values())
+        for length in range(max(0, len(tokens) - 1), 0, -1):
+            if all(self._can_go_on(held, g, namespace, tokens, length) for g in range(len(self.groups))):
+                return length
+        return 0
+
+    def _can_go_on(self, held: set[Content], g: int, namespace: Namespace, tokens: Sequence[int], length: int) -> bool:
+        spec = self.groups[g]
+        whole = length // spec.block_size * spec.block_size
+        first = spec.first_needed(length) // spec.block_size * spec.block_size
+        if not spec.reusable:
+            return True
+        ends = range(first + spec.block_size, whole + 1, spec.block_size)
+        if not all((g, namespace, tuple(tokens[:end])) in held for end in ends):
+            return False
+        n_end = whole + spec.block_size
+        return length == whole or any(
+            (group, other) == (g, namespace) and len(t) == n_end and t[:length] == tuple(tokens[:length])
+            for group, other, t in held
+        )
+
+    def copy(self, group: int, source: int, target: int, n_slots: int) -> None:
+        """The target holds the source's tokens as far as they were copied."""
+        spec = self.groups[group]
+        of, namespace, tokens = self.written[source]
+        assert of == group
+        end = (len(tokens) - 1) // spec.block_size * spec.block_size + n_slots
+        assert end <= len(tokens), "slots are copied that were never written"
+        self.written[target] = (group, namespace, tokens[:end])
 
     def _can_start(self, held: set[Content], g: int, namespace: Namespace, tokens: Sequence[int], length: int) -> bool:
         spec = self.groups[g]
@@ -122,5 +165,12 @@ class Blocks:
                 want = (g, namespace, tuple(tokens[: (j + 1) * spec.block_size]))
                 assert self.written[block] == want, f"block {block} holds {self.written[block]}, the hit needs {want}"
             if spec.reusable:
-                assert table.first == spec.first_needed(lookup.n_hit) // spec.block_size
-                assert table.end == lookup.n_hit // spec.block_size
+                n_whole = lookup.n_hit // spec.block_size
+                assert table.first == min(spec.first_needed(lookup.n_start) // spec.block_size, n_whole)
+                assert table.end == n_whole
+        for b in lookup.beginnings:
+            spec = self.groups[b.group]
+            start = b.block * spec.block_size
+            group, other, held = self.written[b.source]
+            assert (group, other, len(held)) == (b.group, namespace, start + spec.block_size)
+            assert held[: start + b.n_slots] == tuple(tokens[: start + b.n_slots])

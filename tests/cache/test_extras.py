@@ -15,7 +15,7 @@ X, Y = b"X" * 32, b"Y" * 32
 
 
 def test_b16_image_over_the_first_block() -> None:
-    cache = make_cache()
+    cache = make_cache(partial=False)
     tokens = [1, 2, 9, 9, 9, 9, 9, 9, 3, 4]
     serve(cache, tokens, extras=[MediaSpan(X, 2, 6)])
     stopped = cache.lookup(cache.chain(BASE, tokens, [MediaSpan(Y, 2, 6)]))

@@ -166,7 +166,7 @@ def test_a_group_that_takes_no_part_gets_the_block_of_the_first_token_to_compute
 
 
 def test_b49_a_window_model_hits_on_the_second_request() -> None:
-    cache = make_cache(sliding(4, 8))
+    cache = make_cache(sliding(4, 8), partial=False)
     assert serve(cache, span(1, 24)).n_hit == 0
     lookup = serve(cache, span(1, 24))
     assert lookup.n_hit == 20

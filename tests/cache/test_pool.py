@@ -43,7 +43,7 @@ def test_free_blocks_are_taken_before_evictable_ones() -> None:
 
 
 def test_lru_over_sequences_and_a_claim_moves_to_the_end() -> None:
-    cache = make_cache(n_blocks=4)
+    cache = make_cache(n_blocks=4, partial=False)
     serve(cache, span(1, 8))
     serve(cache, span(50, 57))
     serve(cache, span(1, 7))  # uses the first block again
@@ -169,7 +169,7 @@ def test_b71_copies_of_what_is_computed_again_and_again_do_not_pile_up() -> None
 
 
 def test_a_lookup_whose_copy_was_freed_as_surplus_is_stale() -> None:
-    cache = make_cache(n_blocks=8)
+    cache = make_cache(n_blocks=8, partial=False)
     serve(cache, span(1, 4))
     chain = cache.chain(BASE, span(1, 5))
     lookup = cache.lookup(chain)

@@ -43,14 +43,15 @@ def hybrid(hybrid_folder: Path) -> Loaded:
 
 @pytest.fixture(scope="session")
 def load_tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadTiny:
-    """(kind of tests/model/tiny.py, dtype) -> the model, with a vocabulary of 97 and up to 128 tokens."""
-    loaded: dict[tuple[str, torch.dtype], Loaded] = {}
+    """(kind of tests/model/tiny.py, dtype, kernels) -> the model, with a vocabulary of 97 and up to 128 tokens."""
+    loaded: dict[tuple[str, torch.dtype, str], Loaded] = {}
 
-    def get(kind: str, dtype: torch.dtype = F32) -> Loaded:
-        if (kind, dtype) not in loaded:
+    def get(kind: str, dtype: torch.dtype = F32, kernels: str = "auto") -> Loaded:
+        key = kind, dtype, kernels
+        if key not in loaded:
             path = tmp_path_factory.mktemp(kind)
             tiny(kind).save_pretrained(path)
-            loaded[kind, dtype] = load(path, toy_tokenizer(), dtype)
-        return loaded[kind, dtype]
+            loaded[key] = load(path, toy_tokenizer(), dtype, kernels=kernels)
+        return loaded[key]
 
     return get

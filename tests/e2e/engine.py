@@ -20,6 +20,7 @@ from headwater.cache.prefix import PrefixCache
 from headwater.config import CacheConfig, SchedulerConfig
 from headwater.engine.core import EngineCore
 from headwater.engine.messages import Delta, EngineInfo, ResetCache, ResetDone, Submit, Usage
+from headwater.engine.verify import HitVerifier, n_scratch_blocks
 from headwater.kernels import LayerKV, RaggedBatch, make_ops
 from headwater.kernels.probe import probe_row_invariance
 from headwater.model.decoder import Model
@@ -43,16 +44,28 @@ class Loaded:
     model: Model
     tokenizer: Tokenizer
     row_invariant: bool
+    kv_dtype: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         return self.model.ops.dtype
 
 
-def load(path: Path, tokenizer: Tokenizer, dtype: torch.dtype, max_positions: int | None = None) -> Loaded:
+def load(
+    path: Path,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+    kernels: str = "auto",
+    *,
+    quantization: str = "none",
+    kv_dtype: torch.dtype | None = None,
+    cache_dir: Path | None = None,
+) -> Loaded:
     """As engine/build.py does: load, then let the probe choose how products are called."""
-    model = load_model(path, make_ops(dtype), max_positions=max_positions)
-    return Loaded(model, tokenizer, probe_row_invariance(model.linears).row_invariant)
+    ops = make_ops(dtype, kernels=kernels)
+    model = load_model(path, ops, max_positions=max_positions, quantization=quantization, cache_dir=cache_dir)
+    return Loaded(model, tokenizer, probe_row_invariance(model.linears).row_invariant, kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -86,15 +99,17 @@ class Watched:
 
 
 class Seen:
-    """Keeps all logits seen after each (request, position): several where a token was computed again."""
+    """Keeps all logits seen after each (request, position): several where a token was computed again. ``keep`` makes
+    what is kept of them."""
 
-    def __init__(self, every_position: bool) -> None:
+    def __init__(self, every_position: bool, keep: Callable[[Tensor], Any] = Tensor.clone) -> None:
         self.every_position = every_position
-        self.logits: dict[RequestId, dict[int, list[Tensor]]] = {}
+        self._keep = keep
+        self.logits: dict[RequestId, dict[int, list[Any]]] = {}
 
     def saw(self, request_ids: Sequence[RequestId], positions: Sequence[int], logits: Tensor) -> None:
         for request_id, position, row in zip(request_ids, positions, logits, strict=True):
-            self.logits.setdefault(request_id, {}).setdefault(position, []).append(row.clone())
+            self.logits.setdefault(request_id, {}).setdefault(position, []).append(self._keep(row))
 
 
 @dataclass
@@ -157,27 +172,39 @@ class Engine:
         hasher: Hasher | None = None,
         audit: bool = True,
         of: Engine | None = None,
+        partial: bool = False,
+        wait_s: float = 30.0,
+        verify_hits: float = 0.0,
+        keep: Callable[[Tensor], Any] = Tensor.clone,
     ) -> None:
-        """``of``: share that engine's blocks and all that is cached in them (it must be idle)."""
+        """``partial``: off unless a test is about it, so that hits are whole blocks, as the mission counts them.
+        ``of``: share that engine's blocks and all that is cached in them (it must be idle)."""
         spec = loaded.model.spec
         self.loaded = loaded
         self.audit = audit
         self.groups: tuple[GroupSpec, ...] = plan_groups(spec, block_size) if of is None else of.groups
         n_blocks = 512 * len(self.groups) if n_blocks is None else n_blocks
-        config = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
+        config = CacheConfig(block_size=block_size, enable_prefix_caching=caching, partial_reuse=partial)
         self.cache: PrefixCache = (
             PrefixCache(self.groups, n_blocks, config=config, hasher=hasher) if of is None else of.cache
         )
-        layout = loaded.model.ops.kv_layout(spec.n_kv_heads, spec.head_dim, block_size)
-        self.store: KVStore = KVStore(self.groups, n_blocks, layout) if of is None else of.store
+        layout = loaded.model.ops.kv_layout(spec.n_kv_heads, spec.head_dim, block_size, loaded.kv_dtype)
+        n_scratch = n_scratch_blocks(len(self.groups)) if verify_hits else 0
+        self.store: KVStore = KVStore(self.groups, n_blocks + n_scratch, layout) if of is None else of.store
+        self.model = Watched(loaded.model)
+        self.seen = Seen(every_position, keep)
+        self.runner = Runner(self.model, self.store, self.groups, observer=self.seen)
+        self.verifier: HitVerifier | None = None
+        if verify_hits:
+            self.verifier = HitVerifier(
+                verify_hits, cache=self.cache, runner=self.runner, store=self.store, rng=random.Random(0)
+            )
         self.scheduler = Scheduler(
             self.cache,
-            SchedulerConfig(max_seqs, budget),
+            SchedulerConfig(max_seqs, budget, in_flight_wait_s=wait_s),
             max_model_len=spec.max_positions if max_model_len is None else max_model_len,
+            parts=() if self.verifier is None else (self.verifier,),
         )
-        self.model = Watched(loaded.model)
-        self.seen = Seen(every_position)
-        self.runner = Runner(self.model, self.store, self.groups, observer=self.seen)
         info = EngineInfo(
             "model", spec.family, self.scheduler.max_model_len, spec.vocab_size, block_size, self.cache.n_blocks,
             len(self.groups), self.cache.min_reusable_tokens, str(loaded.dtype), self.store.n_bytes, 1, caching,
@@ -185,7 +212,7 @@ class Engine:
         )  # fmt: skip
         self.core = EngineCore(
             self.runner, self.scheduler, self.cache, loaded.tokenizer, info,
-            namespace=Namespace(loaded.model.weights_digest), rng=random.Random(0),
+            namespace=Namespace(loaded.model.weights_digest), rng=random.Random(0), verifier=self.verifier,
         )  # fmt: skip
         self.answers: dict[RequestId, Answer] = {}
         self._ids = (f"r{i}" for i in itertools.count())
@@ -274,12 +301,17 @@ class Engine:
 
     def kv_of(self, answer: Answer) -> list[Tensor]:
         """Per layer [2, n, n_kv_heads, head_dim]: K and V of a running request's computed tokens that are held."""
+        return [torch.stack(parts[:2]) for _, parts in self.held_kv(answer)]
+
+    def held_kv(self, answer: Answer) -> list[tuple[int, list[Tensor]]]:
+        """Per layer, of a running request's computed tokens that are held: the first one's position, and K and V
+        [n, n_kv_heads, head_dim], then their scales if there are any."""
         out = []
         for layer in self.store.layers:
             table, size = answer.seq.held().tables[layer.group], self.groups[layer.group].block_size
             n = answer.seq.n_computed - table.first * size
-            both = torch.stack([layer.k[table.blocks], layer.v[table.blocks]])
-            out.append(both.flatten(1, 2)[:, :n].clone())
+            blocks = [layer.layout.read(layer.pages, block, size) for block in table.blocks]
+            out.append((table.first * size, [torch.cat(part)[:n].clone() for part in zip(*blocks, strict=True)]))
         return out
 
 

@@ -1,88 +1,21 @@
-"""Cache on against cache off on tiny models of every family: same logits, same tokens, and hits for certain.
+"""Cache on against cache off on tiny models: same logits, same tokens, and hits for certain.
 
-The oracle of each request is a fresh engine without caching, the whole prompt in one chunk, alone.
+The oracle of each request is a fresh engine without caching, the whole prompt in one chunk, alone. Every hit length,
+chunk, batch and family, bit for bit: tests/bits.
 """
 
 from __future__ import annotations
-
-import random
-from functools import cache
 
 import pytest
 import torch
 
 from tests.e2e.compare import assert_same, oracle, same_logits
 from tests.e2e.conftest import LoadTiny
-from tests.e2e.engine import WHOLE, Answer, Engine, Loaded, other_than, some_tokens
+from tests.e2e.engine import WHOLE, Engine, Loaded, other_than, some_tokens
 
-BF16 = torch.bfloat16
-FAMILIES = ["llama-llama3", "smollm", "mistral-sliding", "qwen2-sliding", "qwen3", "gemma3"]
 VOCAB = 97
 N_NEW = 4
-HITS = (0, 16, 32, 48, 64)
 SHARED = some_tokens(80, seed=1, vocab=VOCAB)
-
-
-def requests() -> list[tuple[list[int], int]]:
-    """(prompt, hit once SHARED was served): five that share 0, 16, ... 64 tokens and differ right after, three
-    strangers; in an order that puts hits beside misses."""
-    out = []
-    for i, hit in enumerate(HITS):
-        tail = some_tokens(17 + i, seed=10 + i, vocab=VOCAB)
-        tail[0] = other_than(SHARED[hit], VOCAB)
-        out.append((SHARED[:hit] + tail, hit))
-    out += [(some_tokens(n, seed=n, vocab=VOCAB), 0) for n in (1, 15, 31)]
-    random.Random(2).shuffle(out)
-    return out
-
-
-REQUESTS = requests()
-
-
-@cache
-def want(loaded: Loaded, i: int) -> Answer:
-    return oracle(loaded, REQUESTS[i][0], N_NEW, every_position=True)
-
-
-def check_all(engine: Engine, answers: list[Answer]) -> None:
-    for i, answer in enumerate(answers):
-        assert answer.n_cached == REQUESTS[i][1]
-        n = assert_same(answer, want(engine.loaded, i), engine.loaded)
-        assert n >= len(answer.prompt) - answer.n_cached + N_NEW - 1
-    assert sum(answer.n_cached for answer in answers) == sum(HITS) > 0
-
-
-def served(engine: Engine) -> None:
-    """SHARED was answered, in one chunk, and is in the cache."""
-    warm = Engine(engine.loaded, of=engine)
-    assert warm.generate(SHARED).n_cached == 0
-
-
-def run_matrix(loaded: Loaded, chunk: int, batch: int) -> None:
-    engine = Engine(loaded, budget=chunk, max_seqs=batch, every_position=True, audit=False)
-    engine.shuffle_free()
-    served(engine)
-    answers = [engine.submit(prompt, N_NEW) for prompt, _ in REQUESTS]
-    engine.run()
-    check_all(engine, answers)
-    assert max(len(call.tokens) for call in engine.model.calls) <= chunk
-    assert max(len(call.context_len) for call in engine.model.calls) <= batch
-
-
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("chunk", [1, 7, 64, WHOLE])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_hit_length_chunk_and_batch(load_tiny: LoadTiny, kind: str, chunk: int, batch: int) -> None:
-    run_matrix(load_tiny(kind), chunk, batch)
-
-
-@pytest.mark.parametrize(("chunk", "batch"), [(1, 3), (7, 8), (64, 1), (WHOLE, 8), (WHOLE, 3)])
-@pytest.mark.parametrize("kind", ["smollm", "gemma3"])
-def test_the_same_in_bf16(load_tiny: LoadTiny, kind: str, chunk: int, batch: int) -> None:
-    # Equal bits where the probe says that products are row-invariant.
-    run_matrix(load_tiny(kind, BF16), chunk, batch)
-
-
 POOLS = {"smollm": 34, "qwen2-sliding": 52, "gemma3": 116}
 """Blocks: fewer than six grown requests need, enough for one, even if it resumes in one chunk."""
 

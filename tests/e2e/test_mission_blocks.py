@@ -263,7 +263,7 @@ def test_proposed_tokens_cannot_be_published_before_they_are_accepted() -> None:
 
 def test_two_at_the_same_time_compute_two_copies_7_and_12(plain: Loaded) -> None:
     # mission 5: A and B both miss; two copies with an owner each, not one block with two references
-    engine = Engine(plain, block_size=4)
+    engine = Engine(plain, block_size=4, wait_s=0)
     engine.order_free(7, 8, 12, 13)
     a, b = engine.submit([1, 2, 3, 4, 50], 3), engine.submit([1, 2, 3, 4, 51], 3)
     engine.step()

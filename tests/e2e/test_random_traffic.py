@@ -85,14 +85,16 @@ def alone(plain: Loaded, hybrid: Loaded) -> dict[str, Alone]:
     return {"plain": Alone(plain), "hybrid": Alone(hybrid)}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "partial"), [(1, False), (2, False), (1, True), (2, True)])
 @pytest.mark.parametrize("model", ["plain", "hybrid"])
 def test_random_traffic_is_answered_as_one_alone_without_cache(
-    request: pytest.FixtureRequest, alone: dict[str, Alone], model: str, seed: int
+    request: pytest.FixtureRequest, alone: dict[str, Alone], model: str, seed: int, partial: bool
 ) -> None:
     loaded: Loaded = request.getfixturevalue(model)
     n_blocks = {"plain": 34, "hybrid": 72}[model]
-    engine = Engine(loaded, block_size=4, n_blocks=n_blocks, budget=24, max_seqs=6, max_model_len=MAX_LEN)
+    engine = Engine(
+        loaded, block_size=4, n_blocks=n_blocks, budget=24, max_seqs=6, max_model_len=MAX_LEN, partial=partial
+    )
     engine.shuffle_free()
     traffic = Traffic(engine, random.Random(seed))
     traffic.run()
@@ -107,6 +109,7 @@ def test_random_traffic_is_answered_as_one_alone_without_cache(
         assert usage.n_prompt == len(answer.prompt) == usage.n_computed + usage.n_cached
         n_finished += 1
     assert n_finished > N_REQUESTS * 0.8
+    assert (counters["copied_tokens"] > 5) is partial
 
     # All that was meant to happen did.
     answered = [answer for answer, _ in traffic.answers]
@@ -122,8 +125,10 @@ def test_random_traffic_is_answered_as_one_alone_without_cache(
     assert counters["prefix_queries"] == sum(seq.n_prompt for seq in looked)
     assert counters["prefix_hits"] == sum(seq.lookup.n_hit for seq in looked if seq.lookup is not None) > 0
     told = [answer.usage for answer, _ in traffic.finished() if answer.seq.bypass is None]
-    unfinished = [a.seq.lookup.n_hit for a in answered if a.aborted and a.seq.lookup is not None and not a.seq.bypass]
-    assert counters["prefix_hits"] == sum(usage.n_cached for usage in told) + sum(unfinished)
+    assert counters["copied_tokens"] == sum(seq.lookup.n_copy for seq in looked if seq.lookup is not None)
+    unfinished = [a.seq.lookup.n_start for a in answered if a.aborted and a.seq.lookup is not None and not a.seq.bypass]
+    n_cached = sum(usage.n_cached for usage in told) + sum(unfinished)
+    assert counters["prefix_hits"] + counters["copied_tokens"] == n_cached
     assert counters["generation_tokens"] == sum(len(answer.tokens) for answer in answered)
     assert counters["bypassed_requests"] == sum(a.seq.bypass is not None and a.seq.lookup is not None for a in answered)
     whole = sum(answer.usage.n_computed for answer, _ in traffic.finished())

@@ -6,16 +6,15 @@ The matrix model x dtype x hit x chunk x batch is covered pair by pair; the orde
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from headwater.text.tokenizer import load_tokenizer
+from tests.bits.pairwise import Case, pairwise
 from tests.e2e.compare import assert_same, oracle
 from tests.e2e.engine import WHOLE, Answer, Engine, Loaded, load, other_than
 from tests.model.test_real_models import LONG_TEXT
@@ -28,27 +27,6 @@ BATCHES = (1, 3, 8)
 LONG = {"smollm2-135m": 160, "gemma3-270m": 640}
 """A long hit; for Gemma longer than its windows of 512, so that sliding groups start in the middle."""
 N_NEW = 3
-
-Case = tuple[Any, ...]
-
-
-def pairwise(factors: list[list[object]], seed: int) -> list[Case]:
-    """Cases in which every two levels of different factors meet. Greedy: each covers the most new pairs."""
-    candidates = list(itertools.product(*factors))
-    random.Random(seed).shuffle(candidates)
-
-    def pairs(case: Case) -> set[tuple[int, object, int, object]]:
-        both = itertools.combinations(enumerate(case), 2)
-        return {(i, a, j, b) for (i, a), (j, b) in both}
-
-    left = set().union(*map(pairs, candidates))
-    cases = []
-    while left:
-        best = max(candidates, key=lambda case: len(pairs(case) & left))
-        left -= pairs(best)
-        cases.append(best)
-    return cases
-
 
 ALL = list(itertools.product(MODELS, DTYPES))
 CASES = pairwise([list(ALL), list(HITS), list(CHUNKS), list(BATCHES)], seed=1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from headwater import LLM, BadRequest, ModelError, SamplingParams
+from headwater import LLM, BadRequest, ConfigError, ModelError, SamplingParams
+from headwater.engine.build import check_verifiable
+from headwater.engine.options import engine_config
 from tests.e2e.models import plain_model, write_folder
 from tests.text.toy import VOCAB_SIZE
 
@@ -38,3 +41,36 @@ def test_damaged_tokenizer_files_are_a_model_error(folder: Path, damage: dict[st
     file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
     with pytest.raises(ModelError, match="tokenizer's files are damaged"):
         LLM(folder, **SMALL)
+
+
+def test_hits_are_verified_when_the_caller_says_so_and_the_pool_is_as_large_as_asked(folder: Path) -> None:
+    with LLM(folder, **SMALL, verify_hits=1) as llm:
+        assert llm.info.n_blocks == SMALL["num_blocks"]
+        prompts = [list(range(1, 50)), list(range(1, 40))]
+        for prompt in prompts:
+            llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2))
+        assert llm.verify_hits(limit=1) == {"verified": 1, "differing": 0, "skipped": 0, "failed": 0}
+        # The other whole block, and the one whose beginning was copied.
+        assert llm.verify_hits() == {"verified": 2, "differing": 0, "skipped": 0, "failed": 0}
+        llm.generate([prompts[0]], SamplingParams(temperature=0.0, max_tokens=2))
+        llm.reset_prefix_cache()
+        assert llm.verify_hits()["skipped"] == 3
+        assert llm.verify_hits() == dict.fromkeys(("verified", "differing", "skipped", "failed"), 0)
+
+
+def test_without_the_option_there_is_nothing_to_verify(folder: Path) -> None:
+    with LLM(folder, **SMALL) as llm:
+        for _ in range(2):
+            llm.generate([[*range(1, 40)]], SamplingParams(temperature=0.0, max_tokens=2))
+        assert not any(llm.verify_hits().values())
+
+
+def test_verifying_hits_is_refused_where_bits_are_not_kept() -> None:
+    wanted = engine_config("m", {"verify_hits": 0.01})
+    check_verifiable(wanted, row_invariant=True)
+    check_verifiable(engine_config("m", {}), row_invariant=False)
+    with pytest.raises(ConfigError, match="verify_hits compares bits, and the matrix products"):
+        check_verifiable(wanted, row_invariant=False)
+    fast = replace(wanted, model=replace(wanted.model, numerics="fast"))
+    with pytest.raises(ConfigError, match="numerics 'fast'"):
+        check_verifiable(fast, row_invariant=True)

@@ -21,6 +21,8 @@ from headwater.types import FinishReason, SamplingParams
 from tests.serve.harness import PYTHON_PATH, exists
 
 CORE = "tests.serve.fake_core:build_core"
+IDLE_S = 0.1
+"""What a piece of the fake's idle work takes."""
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +161,27 @@ def test_reset_b84() -> None:
             assert (await client.reset_cache(force=True)).done
 
     run(work)
+
+
+def test_idle_work_is_done_when_nothing_runs_and_a_request_waits_for_one_piece_at_most() -> None:
+    async def work(client: EngineClient) -> None:
+        await collect(client, submit("a", b"#idle"))
+        while client.stats.counters.get("hits_verified", 0) < 3:  # nobody asks for anything
+            await asyncio.sleep(0.01)
+        began = asyncio.get_running_loop().time()
+        await collect(client, submit("b"))
+        assert asyncio.get_running_loop().time() - began < 10 * IDLE_S, "1000 pieces are left"
+        async with aclosing(client.stream([submit("c", max_tokens=1000)])) as deltas:
+            await anext(deltas)
+            n_done = client.stats.counters["hits_verified"]
+            for _ in range(50):
+                await anext(deltas)
+            assert client.stats.counters["hits_verified"] == n_done, "somebody is being served"
+        while client.stats.counters["hits_verified"] <= n_done:
+            await asyncio.sleep(0.01)
+        assert (await client.reset_cache()).done
+
+    run(work, f"step_ms=1&idle_ms={1000 * IDLE_S}")
 
 
 def test_death_ends_every_stream_and_reset_at_once_b98() -> None:

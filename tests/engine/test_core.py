@@ -41,13 +41,14 @@ class Engine:
     max_waiting: int = 4096
     groups: tuple[GroupSpec, ...] = (GroupSpec(GroupKind.FULL, 4),)
     caching: bool = True
+    partial: bool = True
     rng_seed: int = 1
     script: dict[str, bytes | list[int]] = field(default_factory=dict)
     """What a request's output tokens are, where the test decides."""
 
     def __post_init__(self) -> None:
         clock = Clock()
-        config = CacheConfig(enable_prefix_caching=self.caching)
+        config = CacheConfig(enable_prefix_caching=self.caching, partial_reuse=self.partial)
         self.cache = PrefixCache(self.groups, self.n_blocks, config=config, clock=clock)
         config = SchedulerConfig(self.max_seqs, self.budget, self.max_model_len, self.max_waiting)
         self.sched = Scheduler(self.cache, config, max_model_len=self.max_model_len, clock=clock)
@@ -320,21 +321,22 @@ def test_abort_at_any_moment(n_steps: int) -> None:
 # ---- the cache seen from outside --------------------------------------------------------------------
 
 
-def test_usage_reason_and_counters() -> None:
-    engine = Engine()
+@pytest.mark.parametrize(("partial", "copied", "stop"), [(False, 0, "partial_block"), (True, 1, "last_token")])
+def test_usage_reason_and_counters(partial: bool, copied: int, stop: str) -> None:
+    engine = Engine(partial=partial)
     for r in ("cold", "warm"):
         engine.submit(r, b"0123456789", params={"max_tokens": 3})
         engine.run()
-    for r, cached in (("cold", 0), ("warm", 8)):
+    for r, cached in (("cold", 0), ("warm", 8 + copied)):  # the answer has filled the prompt's last block
         for n, delta in enumerate(engine.deltas[r], start=1):
             usage = delta.usage
             assert usage is not None
             assert (usage.n_prompt, usage.n_cached, usage.n_computed, usage.n_generated) == (10, cached, 10 - cached, n)
     assert [d.prefix_stop for d in engine.deltas["cold"]] == ["no_record", None, None]
-    assert [d.prefix_stop for d in engine.deltas["warm"]] == ["partial_block", None, None]
+    assert [d.prefix_stop for d in engine.deltas["warm"]] == [stop, None, None]
     counters = engine.core.stats().counters
-    assert (counters["prefix_queries"], counters["prefix_hits"]) == (20, 8)
-    assert (counters["prompt_tokens"], counters["prompt_tokens_computed"]) == (20, 12)
+    assert (counters["prefix_queries"], counters["prefix_hits"], counters["copied_tokens"]) == (20, 8, copied)
+    assert (counters["prompt_tokens"], counters["prompt_tokens_computed"]) == (20, 12 - copied)
     assert counters["generation_tokens"] == 6
     assert counters["requests_finished_length"] == 2
 

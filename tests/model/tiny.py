@@ -82,9 +82,12 @@ CLASSES: dict[type, Any] = {
 }
 
 
-def tiny(kind: str) -> PreTrainedModel:
-    """A model of ``kind`` whose every number matters: norms, biases and all are random."""
+def tiny(kind: str, **changes: Any) -> PreTrainedModel:
+    """A model of ``kind`` whose every number matters: norms, biases and all are random. ``changes`` to its
+    configuration."""
     config = CONFIGS[kind]()
+    for name, value in changes.items():
+        setattr(config, name, value)
     torch.manual_seed(7)
     model: PreTrainedModel = CLASSES[type(config)](config).eval()
     with torch.no_grad():

@@ -218,6 +218,9 @@ def test_plans_that_contradict_the_rows_are_refused_whole() -> None:
     refused(bench, StepPlan(1, continued=(ContinuedRow("r", 6, 5, no_blocks),)), "5 new tokens after 6, 10 are known")
     refused(bench, StepPlan(1, continued=(ContinuedRow("r", 6, 4, no_blocks),)), "cover 8 tokens of 10")
     refused(bench, StepPlan(1, continued=(ContinuedRow("r", 6, 1, ((400,), (), ())),)), "the pool has 400")
+    refused(bench, StepPlan(1, continued=(good,), copies=(SlotCopy(0, 1, 400, 1),)), "the pool has 400")
+    refused(bench, StepPlan(1, continued=(good,), copies=(SlotCopy(3, 1, 2, 1),)), "group 3, the model has 3")
+    refused(bench, StepPlan(1, continued=(good,), copies=(SlotCopy(0, 1, 2, 17),)), "a block of group 0 has")
     refused(bench, StepPlan(1, continued=(good, good)), "twice")
     refused(bench, StepPlan(1, continued=(good,), added=(bench.added("r", [1], 1),)), "twice")
     bench.computed["r"] = 6

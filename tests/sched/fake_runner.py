@@ -83,6 +83,8 @@ class FakeRunner:
         self.rows: dict[RequestId, Row] = {}
         self.faults = Faults()
         self.plans: list[StepPlan] = []
+        self.n_copied = 0
+        """Slots copied, in all groups and steps."""
         self.inputs: dict[RequestId, list[int]] = {}
         """Per request, how many tokens it computed in each of its steps, over all admissions."""
         self.next_token: Callable[[RequestId, int], int] | None = None
@@ -97,10 +99,13 @@ class FakeRunner:
             raise RuntimeError("injected: the step failed before it began")
         self._take_note(plan)
         rows = [*plan.continued, *plan.added]
+        self._copy(plan, rows)
         if self.faults.raise_late:
             self.faults.raise_late = False
             for row in rows:
                 self._poison(row)
+            for copy in plan.copies:
+                self.pages[copy.target][: copy.n_slots] = [POISON] * copy.n_slots
             raise RuntimeError("injected: the step failed half way")
         self._check_writes(rows)
         for row in rows:
@@ -189,6 +194,18 @@ class FakeRunner:
             for page in {page for page, _, _ in self._targets(row)}:
                 if users[page] != {row.request_id}:
                     raise KVFault(f"{row.request_id} writes block {page}, which {users[page]} use")
+
+    def _copy(self, plan: StepPlan, rows: Sequence[AddedRow | ContinuedRow]) -> None:
+        """All copies come first; a block that is copied from, or to, is written by nobody else in this step. Slots
+        beyond the copied ones are poison until they are written, whatever the page held."""
+        written = {page for row in rows for page, slot, _ in self._targets(row)}
+        for copy in plan.copies:
+            if copy.source in written:
+                raise KVFault(f"block {copy.source} is copied from and written in one step")
+            size = self.groups[copy.group].block_size
+            self.pages[copy.target][:size] = [POISON] * size
+            self.pages[copy.target][: copy.n_slots] = self.pages[copy.source][: copy.n_slots]
+            self.n_copied += copy.n_slots
 
     def _targets(self, row: AddedRow | ContinuedRow) -> list[tuple[BlockId, int, Slot]]:
         state = self.rows[row.request_id]

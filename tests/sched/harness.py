@@ -24,13 +24,14 @@ def sliding(window: int, block_size: int = 4) -> GroupSpec:
 
 
 class Clock:
-    """A clock that moves by 1 s at every look, so that orders of events show as times."""
+    """A clock that moves by ``tick`` s at every look: with 1, orders of events show as times."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick: float = 1.0) -> None:
         self.now = 0.0
+        self.tick = tick
 
     def __call__(self) -> float:
-        self.now += 1.0
+        self.now += self.tick
         return self.now
 
 
@@ -45,15 +46,20 @@ class Harness:
     vocab_size: int = 997
     hasher: Hasher | None = None
     parts: Iterable[Part] = ()
+    partial: bool = False
+    """Reuse of blocks that begin with the same tokens, by copying slots."""
+    wait_s: float = 0.0
+    """The bound of the in-flight wait; with one, the clock stands still until a test moves it."""
 
     sequences: dict[str, Sequence] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.clock = Clock()
-        self.cache = PrefixCache(self.groups, self.n_blocks, config=CacheConfig(), clock=self.clock, hasher=self.hasher)
-        config = SchedulerConfig(self.max_seqs, self.budget, self.max_model_len, self.max_waiting)
+        self.clock = Clock(0.0 if self.wait_s else 1.0)
+        caching = CacheConfig(partial_reuse=self.partial)
+        self.cache = PrefixCache(self.groups, self.n_blocks, config=caching, clock=self.clock, hasher=self.hasher)
+        config = SchedulerConfig(self.max_seqs, self.budget, self.max_model_len, self.max_waiting, self.wait_s)
         self.sched = Scheduler(self.cache, config, max_model_len=self.max_model_len, clock=self.clock, parts=self.parts)
         self.runner = FakeRunner(self.groups, self.n_blocks, vocab_size=self.vocab_size)
 
@@ -154,10 +160,16 @@ class Harness:
         self.sched.audit()
 
     def n_hit(self, request_id: str) -> int:
-        """Cached tokens that the request is told of."""
+        """Tokens of whole blocks that the request hit when it was first admitted."""
         lookup = self.sequences[request_id].lookup
         assert lookup is not None
         return lookup.n_hit
+
+    def n_copied(self, request_id: str) -> int:
+        """Tokens copied beside those."""
+        lookup = self.sequences[request_id].lookup
+        assert lookup is not None
+        return lookup.n_copy
 
     def tables(self, request_id: str) -> list[list[int]]:
         return [list(table.blocks) for table in self.sequences[request_id].held().tables]

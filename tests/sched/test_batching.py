@@ -7,7 +7,7 @@ import pytest
 from headwater.cache.lookup import Lookup
 from headwater.config import CacheConfig, SchedulerConfig
 from headwater.errors import BadRequest, ConfigError, NeverFits, Overloaded
-from headwater.sched.parts import Part
+from headwater.sched.parts import NotYet, Part
 from headwater.sched.queue import SequenceQueue
 from headwater.sched.scheduler import Scheduler
 from headwater.sched.sequence import Sequence
@@ -178,14 +178,14 @@ def test_an_id_can_be_used_again_after_its_end() -> None:
 
 
 class DeferFour(Part):
-    """Says no four times."""
+    """Says "not yet" four times."""
 
     def __init__(self) -> None:
         self.asked = 0
 
-    def may_start(self, seq: Sequence, lookup: Lookup) -> bool:
+    def hold_back(self, seq: Sequence, lookup: Lookup) -> NotYet | None:
         self.asked += 1
-        return self.asked > 4
+        return NotYet("not four times", 1e9, lookup.n_hit) if self.asked <= 4 else None
 
 
 def test_b64_deferred_four_times_counts_once() -> None:
@@ -238,4 +238,4 @@ def test_queue_order_and_removal() -> None:
     with pytest.raises(KeyError, match="r4"):
         queue.remove(seqs[4])
     assert [s.request_id for s in queue] == ["r0", "r3", "r6", "r1", "r7", "r2", "r5", "r8"]
-    assert (queue.first, queue.last, len(queue)) == (seqs[0], seqs[8], 8)
+    assert (queue[0], queue[1], queue.last, len(queue)) == (seqs[0], seqs[3], seqs[8], 8)

@@ -38,6 +38,8 @@ CRASH = b"#crash"
 """A prompt that holds this kills the engine process at its third token."""
 FAIL = b"#fail"
 """A prompt that holds this fails, alone, at its third token."""
+IDLE = b"#idle"
+"""A prompt that holds this leaves 1000 pieces of idle work behind, of ``idle_ms`` each."""
 RAISE = b"#raise"
 """A prompt that holds this makes the whole step raise."""
 
@@ -86,9 +88,11 @@ class Row:
 
 
 class FakeCore:
-    def __init__(self, info: EngineInfo, step_s: float) -> None:
+    def __init__(self, info: EngineInfo, step_s: float, idle_s: float = 0.0) -> None:
         self.info = info
         self._step_s = step_s
+        self._idle_s = idle_s
+        self._n_idle = 0
         self._waiting: list[Row] = []
         self._running: list[Row] = []
         self._cached: set[tuple[str | None, bytes]] = set()
@@ -98,6 +102,15 @@ class FakeCore:
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def idle_work(self) -> bool:
+        return self._n_idle > 0
+
+    def work_idle(self) -> None:
+        time.sleep(self._idle_s)
+        self._n_idle -= 1
+        self._count("hits_verified", 1)
 
     def submit(self, message: Submit) -> list[Delta]:
         if len(self._waiting) >= 8 * self.info.max_num_seqs:
@@ -203,6 +216,8 @@ class FakeCore:
     ) -> Delta:
         self._running.remove(row)
         self._publish(row)
+        if IDLE in row.prompt:
+            self._n_idle += 1000
         self._count(f"requests_finished_{reason.value}", 1)
         now = time.monotonic()
         admitted, first = row.admitted or now, row.first_token or now
@@ -277,4 +292,4 @@ def build_core(config: EngineConfig, report: Report) -> FakeCore:
         row_invariant=True,
         notes=["this is a fake"],
     )
-    return FakeCore(info, float(asked.get("step_ms", 1)) / 1000)
+    return FakeCore(info, float(asked.get("step_ms", 1)) / 1000, float(asked.get("idle_ms", 0)) / 1000)

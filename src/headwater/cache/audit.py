@@ -31,6 +31,7 @@ def audit(cache: PrefixCache, holdings: Iterable[Holding] = ()) -> None:
     _audit_copies(cache, nodes)
     _audit_ghosts(cache, nodes)
     _audit_holdings(cache, nodes)
+    _audit_beginnings(cache)
     _audit_events(cache, nodes)
 
 
@@ -40,7 +41,7 @@ def _check(holds: bool, otherwise: str) -> None:
 
 
 def _audit_pool(cache: PrefixCache) -> None:
-    """in use + evictable + free = all, and references = table entries + fences."""
+    """in use + evictable + free = all, and references = table entries + sources of copies to come + fences."""
     pool = cache.pool
     free = set(pool.free)
     _check(len(free) == len(pool.free), "a block is free twice")
@@ -65,6 +66,7 @@ def _audit_pool(cache: PrefixCache) -> None:
                 _check(block not in pool.evictable, f"{holding}: block {block} is evictable")
                 _check(block not in free, f"{holding}: block {block} is free")
             held.update(table.blocks)
+        held.update(beginning.source for beginning in holding.beginnings)
     for block in range(pool.n_blocks):
         _check(pool.refs[block] == held[block], f"block {block}: {pool.refs[block]} references, {held[block]} holders")
 
@@ -169,6 +171,34 @@ def _audit_holdings(cache: PrefixCache, nodes: dict[Node, Root]) -> None:
                 _check(same, f"{holding}: block {block} is published with tokens it does not hold")
     n_logical = sum(holding.n_blocks for holding in cache.live)
     _check(cache.n_logical == n_logical, f"{cache.n_logical} table entries counted, {n_logical} found")
+
+
+def _audit_beginnings(cache: PrefixCache) -> None:
+    """What is still to be copied is published, begins with the sequence's own tokens, and goes to its own blocks."""
+    index, pool = cache.index, cache.pool
+    for holding in cache.live:
+        for beginning in holding.beginnings:
+            source, spec = beginning.source, cache.groups[beginning.group]
+            start = beginning.block * spec.block_size
+            where = f"{holding}: the source {source} of a copy"
+            _check(pool.group[source] == beginning.group, f"{where} belongs to group {pool.group[source]}")
+            _check(0 < beginning.n_slots <= spec.block_size, f"{where} gives {beginning.n_slots} slots")
+            table = holding.tables[beginning.group]
+            _check(beginning.block >= table.first, f"{where} goes to a block that slid out")
+            for target in table.blocks[beginning.block - table.first :][:1]:
+                _check(target != source and pool.refs[target] == 1, f"{where} goes to block {target}, which others use")
+                _check(pool.node[target] is None, f"{where} goes to block {target}, which is published")
+            if pool.node[source] is None:  # its record was dropped meanwhile; its slots stay as they are
+                continue
+            _check(pool.node[source] is beginning.node, f"{where} was published anew")
+            history, at = b"", beginning.node
+            while at.parent is not None:
+                history, at = at.tokens + history, at.parent
+            _check(at is index.roots.get(holding.chain.namespace), f"{where} is in another namespace")
+            _check(len(history) == 4 * (start + spec.block_size), f"{where} holds another place")
+            n_same = start + beginning.n_slots
+            own = b"".join(holding.chain.beginning(i)[0] for i in range(-(-n_same // cache.unit)))
+            _check(history[: 4 * n_same] == own[: 4 * n_same], f"{where} holds other tokens")
 
 
 def _is_history(node: Node, holding: Holding, root: Root | None, proven: set[Node]) -> bool:

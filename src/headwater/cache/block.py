@@ -11,6 +11,7 @@ from headwater.types import BlockId, BlockTable, RequestId
 
 if TYPE_CHECKING:
     from headwater.cache.key import ChainRoot, TokenChain
+    from headwater.cache.partial import Beginning
 
 
 class Node:
@@ -71,14 +72,29 @@ class Node:
             yield nodes[i]
 
     def longest_shared(self, tokens: bytes) -> int:
-        """Number of leading tokens that ``tokens`` shares with the child that shares most (0 without children).
+        """Number of leading tokens that ``tokens`` shares with the child that shares most (0 without children)."""
+        return next((n_tokens for _, n_tokens in self.nearest(tokens)), 0)
 
-        In lexicographic order that child is next to where ``tokens`` would stand; little-endian bytes order
-        single ids oddly, but any order of ids will do.
+    def nearest(self, tokens: bytes) -> Iterator[tuple[Node, int]]:
+        """Children that share a beginning with ``tokens``, with the number of tokens that it has, longest first.
+
+        In lexicographic order they lie next to where ``tokens`` would stand, and the further away the less they
+        share; little-endian bytes order single ids oddly, but any order of ids will do.
         """
         nodes = self.siblings if self.siblings is not None else self.children()
-        at = bisect_left(nodes, tokens, key=_tokens)
-        return max((_shared(node.tokens, tokens) for node in nodes[max(0, at - 1) : at + 1]), default=0)
+        above = bisect_left(nodes, tokens, key=_tokens)
+        below = above - 1
+        while True:
+            n_below = _shared(nodes[below].tokens, tokens) if below >= 0 else 0
+            n_above = _shared(nodes[above].tokens, tokens) if above < len(nodes) else 0
+            if n_above > n_below:
+                yield nodes[above], n_above
+                above += 1
+            elif n_below:
+                yield nodes[below], n_below
+                below -= 1
+            else:
+                return
 
 
 class Root(Node):
@@ -113,10 +129,11 @@ class Holding:
 
     ``cursor`` is the node of the last published unit; the units after it, as far as the chain knows their
     tokens, are being computed by ``owner``. It is None when nothing of this sequence can be published:
-    caching is off, or the record of its history was dropped.
+    caching is off, or the record of its history was dropped. ``beginnings`` are the copies of slots that the
+    sequence starts with and that no applied step has made yet; each holds a reference on its source.
     """
 
-    __slots__ = ("chain", "cursor", "n_published", "owner", "released", "tables")
+    __slots__ = ("barred", "beginnings", "chain", "cursor", "n_published", "owner", "released", "tables")
 
     def __init__(self, chain: TokenChain, owner: RequestId, tables: tuple[BlockTable, ...], n_published: int) -> None:
         self.chain = chain
@@ -125,6 +142,9 @@ class Holding:
         self.n_published = n_published
         """Tokens, from the start, whose full units are published (or were found published)."""
         self.cursor: Node | None = None
+        self.beginnings: tuple[Beginning, ...] = ()
+        self.barred = False
+        """Nothing more may be published: it may have been computed from content that was withdrawn as wrong."""
         self.released = False
 
     @property

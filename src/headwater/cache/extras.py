@@ -110,6 +110,34 @@ def unit_extras(extras: Sequence[Extra], unit: int, first: int, last: int) -> di
     return {i: _U32.pack(len(found)) + b"".join(map(frame, sorted(found))) for i, found in pieces.items()}
 
 
+def shared_extras(a: bytes | None, b: bytes | None, n_tokens: int) -> int:
+    """Of a unit of ``n_tokens`` tokens with encoded extras ``a``, and one with ``b``: up to where the same was used.
+
+    That is up to the first token of a piece that only one of them has: a piece counts as a whole.
+    """
+    if a == b:
+        return n_tokens
+    return min((_first_token(piece) for piece in _pieces(a) ^ _pieces(b)), default=0)
+
+
+def _pieces(encoded: bytes | None) -> set[bytes]:
+    pieces: set[bytes] = set()
+    at = _U32.size
+    while encoded is not None and at < len(encoded):
+        begin = at + _U64.size
+        at = begin + _U64.unpack_from(encoded, at)[0]
+        pieces.add(encoded[begin:at])
+    return pieces
+
+
+def _first_token(piece: bytes) -> int:
+    """Where in its unit a piece begins to be used."""
+    if piece[:1] == b"M":
+        first: int = _U32.unpack_from(piece, 1)[0]
+        return first
+    return piece.index(1, 1 + _U64.size) - (1 + _U64.size)  # the mask, after its length
+
+
 def media_digest(header: Mapping[str, str | int | bytes], payload: bytes) -> bytes:
     """SHA-256 of an item's payload and of all else that decides how it is read.
 

@@ -294,6 +294,25 @@ class PrefixIndex:
         if not (parent.copies or parent.has_children):
             self._prune(parent)
 
+    def withdraw(self, node: Node) -> int:
+        """Drop ``node`` and all that follows it, and let nothing be published that may rest on them: by who holds
+        such a block, or may have copied from it (who computes what follows its parent). The number of blocks."""
+        if node.parent is None:
+            return 0
+        barred = list(self.computing.get(node.parent, ()))
+        n_blocks, todo = 0, [node]
+        while todo:
+            at = todo.pop()
+            todo += at.children()
+            n_blocks += len(at.copies)
+            barred += self.computing.get(at, ())
+        for holding in barred:
+            holding.barred = True
+            if holding.cursor is not None:
+                self._forget_cursor(holding, holding.cursor)
+        self._drop(node)
+        return n_blocks
+
     def _forget(self, node: Node) -> None:
         """Take one node out of every record. Blocks in use stay with their owners, unpublished."""
         self._unlink(node)

@@ -186,6 +186,11 @@ class TokenChain:
         self.keys(i + 1)
         return self._extras.get(i)
 
+    def beginning(self, i: int) -> tuple[bytes, bytes | None]:
+        """Tokens of unit ``i`` as far as they are known, and its extras as if it were full; hashes nothing."""
+        raw = _little_endian(self.tokens[i * self.unit : (i + 1) * self.unit])
+        return raw, None if self.plain else unit_extras(self._spans, self.unit, i, i + 1).get(i)
+
     def same_unit(self, other: TokenChain, i: int) -> bool:
         """Whether unit ``i`` (full in both) has the same tokens and extras in ``other``; hashes nothing."""
         lo, hi = i * self.unit, (i + 1) * self.unit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from headwater.types import RequestId
 if TYPE_CHECKING:
     from headwater.cache.index import PrefixIndex
     from headwater.cache.key import TokenChain
+    from headwater.cache.partial import Beginning, PartialHit
 
 
 class StopReason(str, Enum):
@@ -34,8 +35,8 @@ class StopReason(str, Enum):
 class Stop:
     """The reason, and what belongs to it.
 
-    ``at_token``: position of the first token that is not reused for this reason; for DIFFERS the first
-    that is not equal, which may lie inside a block.
+    ``at_token``: position of the first token that is not reused for this reason. If nothing was copied, it is for
+    DIFFERS the first that is not equal, which may lie inside a block.
     """
 
     reason: StopReason
@@ -60,7 +61,7 @@ class Stop:
             StopReason.OTHER_IDENTITY: f"the same tokens are recorded with another adapter or media {at}",
             StopReason.COMPUTING: f"being computed now by request {self.request} {at}",
             StopReason.PARTIAL_BLOCK: f"every full block hit; the rest {at} fills no block",
-            StopReason.LAST_TOKEN: f"every block but the last hit; the last token must be computed ({at})",
+            StopReason.LAST_TOKEN: f"all that can be reused is; the last token must be computed ({at})",
             StopReason.BYPASSED: f"not looked up: bypassed by {self.option}",
             StopReason.GROUP_CANNOT_START: f"group {self.group} holds too little to start {at}{evicted}",
         }[self.reason]
@@ -70,8 +71,12 @@ class Stop:
 class Lookup:
     """The longest usable hit for a chain, at one moment. Pure: nothing was changed to find it.
 
-    ``n_hit`` tokens, at most ``n_tokens - 1`` and a multiple of the smallest reusable length; ``tables`` has
-    per group the blocks that it takes to go on there.
+        0 ........ n_hit ........ n_start ........ n_tokens
+        | whole    | n_copy       | computed, at least one
+          blocks     slots copied
+
+    ``n_hit`` is a multiple of the smallest reusable length; ``tables`` has per group the shared blocks that it takes
+    to go on at ``n_start``, and ``beginnings`` what is copied to blocks of the sequence's own.
     """
 
     n_tokens: int
@@ -83,6 +88,15 @@ class Lookup:
     """Nodes of the hit's units."""
     epoch: int = field(repr=False)
     """The index's count of withdrawals at that moment."""
+    n_copy: int = 0
+    beginnings: tuple[Beginning, ...] = ()
+    whole: Lookup | None = None
+    """The hit by whole blocks alone, if there is something to copy: for when there is no room to keep the sources."""
+
+    @property
+    def n_start(self) -> int:
+        """The first token to compute."""
+        return self.n_hit + self.n_copy
 
     @property
     def bypassed(self) -> bool:
@@ -119,6 +133,18 @@ def explain(index: PrefixIndex, chain: TokenChain, path: Sequence[Node], n_hit: 
         request=partly.wanted_by,
         group=group.index,
     )
+
+
+def explain_copy(stop: Stop, chain: TokenChain, found: PartialHit) -> Stop:
+    """Why the copy of ``found`` goes no further. ``stop``: why its whole blocks ended."""
+    n_start = found.n_units * chain.unit + found.n_copy
+    if n_start == len(chain) - 1:
+        return Stop(StopReason.LAST_TOKEN, n_start)
+    if found.n_copy >= chain.unit and stop.at_token != n_start:  # beyond the unit for which the whole blocks ended
+        return Stop(StopReason.GROUP_CANNOT_START, n_start, group=found.shortest)
+    if stop.reason in (StopReason.LAST_TOKEN, StopReason.PARTIAL_BLOCK):
+        return Stop(StopReason.DIFFERS, n_start)  # a longer beginning of what is left was not found
+    return replace(stop, at_token=n_start)
 
 
 def _missing_copy(index: PrefixIndex, path: Sequence[Node], n_hit: int) -> tuple[GroupLayout, int] | None:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headwater.cache import audit as audits
-from headwater.cache.block import Holding
+from headwater.cache.block import Holding, Node
 from headwater.cache.events import BlockStored, EventLog
 from headwater.cache.evict import Eviction
 from headwater.cache.extras import Extra
 from headwater.cache.group import GroupHit, Layout, first_block, longest_hit
 from headwater.cache.index import PrefixIndex
 from headwater.cache.key import Hasher, TokenChain, make_hasher
-from headwater.cache.lookup import Lookup, Stop, StopReason, explain
+from headwater.cache.lookup import Lookup, Stop, StopReason, explain, explain_copy
+from headwater.cache.partial import SlotRun, partial_hit, targets
 from headwater.cache.pool import BlockPool
+from headwater.cache.recheck import Recheck, recheck
 from headwater.config import CacheConfig
 from headwater.errors import CacheBusy, CacheError, ConfigError, DoubleRelease, OutOfBlocks, StaleLookup
 from headwater.types import BlockId, BlockTable, GroupSpec, Namespace, RequestId
@@ -23,15 +25,19 @@ from headwater.types import BlockId, BlockTable, GroupSpec, Namespace, RequestId
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counters since the start (in tokens where not said otherwise), then gauges in blocks."""
+    """Counters since the start (in tokens where not said otherwise), then gauges in blocks. Hits count whole
+    blocks; what was copied from the beginning of a block comes on top."""
 
     query_tokens: int
     hit_tokens: int
+    copied_tokens: int
     n_lookups: int
     bypassed_requests: int
     resumed_query_tokens: int
     resumed_hit_tokens: int
+    resumed_copied_tokens: int
     evictions: int
+    withdrawn: int
     refused_releases: int
     n_blocks: int
     in_use: int
@@ -47,11 +53,14 @@ class CacheStats:
 class _Counters:
     query_tokens: int = 0
     hit_tokens: int = 0
+    copied_tokens: int = 0
     n_lookups: int = 0
     bypassed_requests: int = 0
     resumed_query_tokens: int = 0
     resumed_hit_tokens: int = 0
+    resumed_copied_tokens: int = 0
     evictions: int = 0
+    withdrawn: int = 0
     refused_releases: int = 0
 
 
@@ -59,7 +68,8 @@ class PrefixCache:
     """Automatic prefix caching over one pool of physical blocks. Not thread-safe: one loop owns it.
 
     A sequence's life: ``chain`` -> ``lookup`` -> ``claim`` -> (``allocate``, the step runs, ``publish``,
-    ``slide``) ... -> ``release``.
+    ``slide``) ... -> ``release``. If the look-up found slots to copy, the first step makes ``copies`` before it
+    computes, and ``copied`` follows when that step was applied.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class PrefixCache:
         self._clock = clock
         self._counters = _Counters()
         self._enabled = config.enable_prefix_caching and bool(self.layout.reusable)
+        self._partial = config.partial_reuse
         self._off_because = "no_reusable_group" if config.enable_prefix_caching else "no_enable_prefix_caching"
 
     @property
@@ -99,7 +110,8 @@ class PrefixCache:
 
     @property
     def min_reusable_tokens(self) -> int:
-        """The smallest reusable length; every hit is a multiple of it."""
+        """The smallest length that is reused by whole blocks; every ``n_hit`` is a multiple of it. What is shorter
+        can be copied, but only from a block that was filled and published."""
         return self.layout.hit_unit
 
     @property
@@ -116,9 +128,9 @@ class PrefixCache:
     def lookup(self, chain: TokenChain, *, bypass: str | None = None) -> Lookup:
         """The longest usable hit, and why it ends there. Changes nothing and counts nothing.
 
-        At most ``len(chain) - 1`` tokens (the last one's logits must be computed), a multiple of
-        ``min_reusable_tokens``, and every reusable group can start there. ``bypass`` names the option by which
-        the request does not want to read the cache.
+        At most ``len(chain) - 1`` tokens (the last one's logits must be computed): whole blocks, a multiple of
+        ``min_reusable_tokens``, then slots to copy from a block that begins with the same tokens; every reusable
+        group can start there. ``bypass`` names the option by which the request does not want to read the cache.
         """
         option = bypass if self._enabled else self._off_because
         n_tokens = len(chain)
@@ -127,29 +139,51 @@ class PrefixCache:
             nothing = tuple(GroupHit(0, ()) for _ in self.groups)
             return Lookup(n_tokens, 0, nothing, stop, chain, (), self.index.epoch)
         n_limit = max(0, n_tokens - 1) // self.layout.hit_unit * self.layout.period
-        path = self.index.walk(chain, n_limit)
+        path = self.index.walk(chain, max(0, n_tokens - 1) // self.unit if self._partial else n_limit)
         n_hit, tables = longest_hit(self.layout, path, self.pool)
         stop = explain(self.index, chain, path, n_hit, n_limit)
         used = path if len(path) == n_hit else path[:n_hit]
-        return Lookup(n_tokens, n_hit * self.unit, tuple(tables), stop, chain, used, self.index.epoch)
+        whole = Lookup(n_tokens, n_hit * self.unit, tuple(tables), stop, chain, used, self.index.epoch)
+        found = partial_hit(self.index, chain, path, n_hit, tables) if self._partial else None
+        if found is None:
+            return whole
+        n_whole = found.n_units * self.unit
+        if found.n_units != n_hit:
+            stop = explain(self.index, chain, path, found.n_units, n_limit)
+        return Lookup(
+            n_tokens,
+            n_whole,
+            found.tables,
+            explain_copy(stop, chain, found),
+            chain,
+            path[: found.n_units],
+            self.index.epoch,
+            n_copy=found.n_copy,
+            beginnings=found.beginnings,
+            whole=whole,
+        )
 
     def can_admit(self, lookup: Lookup, n_tokens: int) -> bool:
         """Whether claiming this hit and allocating up to ``n_tokens`` tokens would succeed now."""
         refs = self.pool.refs
         from_queue = sum([refs[block] for block in table.blocks].count(0) for table in lookup.tables)
+        from_queue += [refs[beginning.source] for beginning in lookup.beginnings].count(0)
         ends = [table.end for table in lookup.tables]
         return self._n_missing(ends, n_tokens) + from_queue <= self.available
 
     def claim(self, chain: TokenChain, lookup: Lookup, owner: RequestId) -> Holding:
-        """Take a reference on each block of the hit, and note that ``owner`` computes what follows it.
+        """Take a reference on each block of the hit, and on each that is copied from until that is done, and note
+        that ``owner`` computes what follows the whole blocks.
 
         StaleLookup, and nothing is changed, if a block of the hit has lost its content since the look-up.
         """
         self._check_fresh(chain, lookup)
         for table in lookup.tables:
             self.pool.claim(table.blocks)
+        self.pool.claim([beginning.source for beginning in lookup.beginnings])
         tables = tuple(BlockTable(table.first, list(table.blocks)) for table in lookup.tables)
         holding = Holding(chain, owner, tables, lookup.n_hit)
+        holding.beginnings = lookup.beginnings
         self.live[holding] = None
         self.n_logical += holding.n_blocks
         if self._enabled:
@@ -161,10 +195,11 @@ class PrefixCache:
     def _check_fresh(self, chain: TokenChain, lookup: Lookup) -> None:
         if lookup.chain is not chain:
             raise StaleLookup("the look-up was made for another chain: look up again")
-        if lookup.epoch == self.index.epoch or not lookup.path:
+        if lookup.epoch == self.index.epoch:
             return
         nodes, path = self.pool.node, lookup.path
-        gone = not self.index.is_attached(path[-1])
+        gone = bool(path) and not self.index.is_attached(path[-1])
+        gone = gone or any(nodes[beginning.source] is not beginning.node for beginning in lookup.beginnings)
         for group in self.layout.reusable:
             table = lookup.tables[group.index]
             for block, node in zip(
@@ -172,7 +207,7 @@ class PrefixCache:
             ):
                 gone = gone or nodes[block] is not node
         if gone:
-            raise StaleLookup(f"part of the hit of {lookup.n_hit} tokens was withdrawn: look up again")
+            raise StaleLookup(f"part of the hit of {lookup.n_start} tokens was withdrawn: look up again")
 
     def record(self, lookup: Lookup, *, resumed: bool) -> None:
         """Count this look-up, once, when its request is admitted. Requests that bypass the cache, and those
@@ -183,12 +218,34 @@ class PrefixCache:
         elif resumed:
             counters.resumed_query_tokens += lookup.n_tokens
             counters.resumed_hit_tokens += lookup.n_hit
+            counters.resumed_copied_tokens += lookup.n_copy
         else:
             counters.n_lookups += 1
             counters.query_tokens += lookup.n_tokens
             counters.hit_tokens += lookup.n_hit
+            counters.copied_tokens += lookup.n_copy
 
     # -- running ------------------------------------------------------------------------------------------
+
+    def copies(self, holding: Holding) -> tuple[SlotRun, ...]:
+        """The copies that the sequence starts with, as long as no applied step has made them: every step in which
+        the sequence starts, also again after a step that failed, makes them all before it computes."""
+        self._check_alive(holding)
+        return targets(holding.beginnings, holding.tables)
+
+    def copied(self, holding: Holding) -> None:
+        """A step that made the copies was applied: their sources are given back. Does nothing the second time."""
+        self._check_alive(holding)
+        if holding.beginnings:
+            self._give_back_sources(holding, None)
+
+    def _give_back_sources(self, holding: Holding, fence: int | None) -> None:
+        sources = [beginning.source for beginning in holding.beginnings]
+        holding.beginnings = ()
+        if fence is None:
+            self.pool.release(sources)
+        else:
+            self.pool.fence(sources, fence)
 
     def blocks_missing(self, holding: Holding, n_tokens: int) -> int:
         """Blocks to allocate so that the tables cover ``n_tokens`` tokens."""
@@ -240,7 +297,7 @@ class PrefixCache:
         for spec, table in zip(self.groups, holding.tables, strict=True):
             if table.end * spec.block_size < n_computed:
                 raise CacheError(f"{n_computed} tokens computed, but {table.end * spec.block_size} allocated")
-        if not self._enabled:
+        if not self._enabled or holding.barred:
             return
         if holding.cursor is None and not holding.n_published:  # its empty root went in a reset
             self.index.enter(holding, self.index.ensure_root(chain))
@@ -267,6 +324,7 @@ class PrefixCache:
         if holding.released:
             self._counters.refused_releases += 1
             raise DoubleRelease(f"the blocks of request {holding.owner!r} were released before; refused")
+        self._give_back_sources(holding, fence)
         blocks = [block for table in holding.tables for block in reversed(table.blocks)]
         self._give_back(blocks, fence)
         self.index.leave(holding)
@@ -289,6 +347,19 @@ class PrefixCache:
     def step_applied(self, step: int) -> None:
         """Step ``step`` (and all before) is over: what its fences kept becomes available."""
         self.pool.step_applied(step)
+
+    # -- checking -----------------------------------------------------------------------------------------
+
+    def recheck(self, node: Node) -> Recheck | None:
+        """What it takes to compute a recorded block again, now; None if it cannot be. Changes nothing."""
+        return recheck(self.index, node)
+
+    def withdraw(self, node: Node) -> int:
+        """``node``'s content proved wrong: it and all that follows it (computed from it) can no longer be found. The
+        number of blocks. Those in use stay with their owners, who publish nothing more. Does nothing if it is gone."""
+        n_blocks = self.index.withdraw(node)
+        self._counters.withdrawn += n_blocks
+        return n_blocks
 
     # -- the whole ----------------------------------------------------------------------------------------
 
@@ -314,11 +385,14 @@ class PrefixCache:
         return CacheStats(
             query_tokens=counters.query_tokens,
             hit_tokens=counters.hit_tokens,
+            copied_tokens=counters.copied_tokens,
             n_lookups=counters.n_lookups,
             bypassed_requests=counters.bypassed_requests,
             resumed_query_tokens=counters.resumed_query_tokens,
             resumed_hit_tokens=counters.resumed_hit_tokens,
+            resumed_copied_tokens=counters.resumed_copied_tokens,
             evictions=counters.evictions,
+            withdrawn=counters.withdrawn,
             refused_releases=counters.refused_releases,
             n_blocks=self.n_blocks,
             in_use=in_use,

@@ -1,4 +1,4 @@
-"""The command ``headwater``: serve, pull, models, demo, version. Only this part reads the environment."""
+"""The command ``headwater``: serve, demo, pull, models, kernels, bench. Only this part reads the environment."""
 
 from __future__ import annotations
 

@@ -9,13 +9,16 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from headwater.cli import demo, models
-from headwater.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from headwater.cli import bench, demo, models
+from headwater.config import KERNELS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from headwater.engine.options import OPTIONS, Option
 
+Number = TypeVar("Number", int, float)
+
 CACHE_VARIABLE = "HEADWATER_CACHE"
+COMPILER_VARIABLE = "CXX"
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -26,6 +29,25 @@ SERVE_EXAMPLES = """examples:
   headwater serve gemma3-270m --max-model-len 4096       another model of the catalogue
   headwater serve ./model.gguf --port 8080               a file; or a Hugging Face folder
   headwater serve --kv-cache-memory-bytes 512MiB --block-size 32
+"""
+
+BENCH_EXAMPLES = """examples:
+  headwater bench step                                   the default model, all cases
+  headwater bench step --only decode --repeats 9
+  headwater bench step gemma3-270m --threads 1 --json
+"""
+
+EVAL_EXAMPLES = """examples:
+  headwater eval perplexity                                   the default model over the text of the package
+  headwater eval perplexity --quantization w8a8               against the same model without
+  headwater eval perplexity gemma3-270m --kv-dtype int8 --against bf16 --tokens 2000
+"""
+
+KERNELS_EXAMPLES = """examples:
+  headwater kernels info                 which kernels run on this CPU, which would be chosen, and what is compiled
+  headwater kernels build                compile the best ones now rather than at the first start
+  headwater kernels build avx2 portable
+  CXX=g++-13 headwater kernels build
 """
 
 EXAMPLES = """examples:
@@ -77,6 +99,9 @@ def make_parser() -> Parser:
     pull = _command(commands, "pull", "fetch a model of the catalogue, verify and keep it", models.pull)
     pull.add_argument("name", help="a name that `headwater models` lists")
     _add_cache_dir(pull)
+    _add_kernels(commands)
+    _add_bench(commands)
+    _add_eval(commands)
     _add_cache_dir(_command(commands, "models", "list the models of the catalogue", models.list_models))
     _command(commands, "version", "show the version", models.show_version)
     return parser
@@ -118,6 +143,77 @@ def _add_demo(parser: Parser) -> None:
     _add_engine_options(parser)
 
 
+def _add_bench(commands: Any) -> None:
+    parser: Parser = commands.add_parser("bench", help="measure this engine on this machine", allow_abbrev=False)
+    parser.set_defaults(parser=parser)
+    kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
+    about = (
+        "show where the time of an engine step goes: schedule, prepare, model by operation, sample, detokenise, publish"
+    )
+    step = _command(kinds, "step", about, bench.step, BENCH_EXAMPLES)
+    _add_model(step)
+    step.add_argument("--repeats", type=_whole(1, 1000), default=5, help="runs of each case (%(default)s)")
+    step.add_argument("--only", metavar="TEXT", help="the cases that have this in their name")
+    step.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_engine_options(step)
+
+
+def _add_eval(commands: Any) -> None:
+    parser: Parser = commands.add_parser("eval", help="measure how good a model's predictions are", allow_abbrev=False)
+    parser.set_defaults(parser=parser)
+    kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
+    about = "predict a text token by token, and compare the predictions with those of the model without int8"
+    command = _command(kinds, "perplexity", about, _eval_perplexity, EVAL_EXAMPLES)
+    _add_model(command)
+    command.add_argument("--tokens", type=_whole(1, 2**31 - 1), default=10_000, help="tokens to predict (%(default)s)")
+    command.add_argument("--window", type=_whole(2, 2**20), default=1024, help="tokens of a window (%(default)s)")
+    command.add_argument("--text", metavar="FILE", help="a UTF-8 text; default: half of Alice in Wonderland")
+    command.add_argument(
+        "--against",
+        choices=("bfloat16", "bf16", "float32", "f32"),
+        help="compare with the plain model in this dtype; default: its own, if something is in int8",
+    )
+    _add_engine_options(command)
+
+
+def _eval_perplexity(arguments: argparse.Namespace) -> int:
+    from headwater.cli import eval as evaluate  # here: it needs torch
+
+    return evaluate.perplexity(arguments)
+
+
+def _add_kernels(commands: Any) -> None:
+    parser: Parser = commands.add_parser(
+        "kernels",
+        help="compile the native kernels, show which run here",
+        description="The native CPU kernels: compiled once for this machine, at the first start or by `build`.",
+        epilog=KERNELS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
+    build = _command(kinds, "build", "compile the kernels for this CPU, or those named", _kernels_build)
+    native = [name for name in KERNELS if name not in ("auto", "torch")]
+    build.add_argument("variants", nargs="*", metavar="VARIANT", help=f"all, {', '.join(native)}; default: the best")
+    info = _command(kinds, "info", "show which kernels this CPU runs, and what is compiled", _kernels_info)
+    for command in (build, info):
+        _add_compiler(command)
+        _add_cache_dir(command)
+
+
+def _kernels_build(arguments: argparse.Namespace) -> int:
+    from headwater.cli import kernels  # here: it needs torch
+
+    return kernels.build_kernels(arguments)
+
+
+def _kernels_info(arguments: argparse.Namespace) -> int:
+    from headwater.cli import kernels
+
+    return kernels.info(arguments)
+
+
 def _add_model(parser: Parser) -> None:
     about = f"catalogue name, .gguf file or Hugging Face folder ({ModelConfig().model})"
     parser.add_argument("model_given", nargs="?", metavar="MODEL", help=about)
@@ -129,6 +225,8 @@ def _add_engine_options(parser: Parser) -> None:
     for option in OPTIONS:
         if option.name == "model_cache_dir":
             _add_cache_dir(group)
+        elif option.name == "compiler":
+            _add_compiler(group)
         elif option.kind is bool:
             _add_switch(group, option)
         else:
@@ -145,12 +243,15 @@ def _add_switch(group: argparse._ArgumentGroup, option: Option) -> None:
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     default = _default(option)
     shown = "" if default is None else f" ({default})"
-    kind = str if option.kind is str else amount if option.is_bytes else _whole(option.minimum, option.maximum)
+    kind: Callable[[str], object] = str
+    if option.kind is not str:
+        number = _whole if option.kind is int else _number
+        kind = amount if option.is_bytes else number(option.minimum, option.maximum)
     group.add_argument(
         option.flag,
         type=kind,
         choices=option.choices or None,
-        metavar=None if option.choices else "N" if option.kind is int else "NAME",
+        metavar=None if option.choices else "NAME" if option.kind is str else "N",
         help=option.about + shown,
     )
 
@@ -160,7 +261,16 @@ def _add_cache_dir(parser: argparse._ActionsContainer) -> None:
         "--model-cache-dir",
         default=os.environ.get(CACHE_VARIABLE) or None,
         metavar="DIR",
-        help=f"where fetched models are kept; the variable {CACHE_VARIABLE} sets it too",
+        help=f"where fetched models and compiled kernels are kept; the variable {CACHE_VARIABLE} sets it too",
+    )
+
+
+def _add_compiler(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--compiler",
+        default=os.environ.get(COMPILER_VARIABLE) or None,
+        metavar="COMMAND",
+        help=f"C++ compiler for the native kernels (the first found); the variable {COMPILER_VARIABLE} sets it too",
     )
 
 
@@ -182,16 +292,24 @@ def amount(text: str) -> int:
     return n_bytes
 
 
-def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
+def _whole(minimum: float, maximum: float) -> Callable[[str], int]:
+    return _within(int, "whole number", minimum, maximum)
+
+
+def _number(minimum: float, maximum: float) -> Callable[[str], float]:
+    return _within(float, "number", minimum, maximum)
+
+
+def _within(kind: Callable[[str], Number], called: str, minimum: float, maximum: float) -> Callable[[str], Number]:
+    def number(text: str) -> Number:
         try:
-            value = int(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {called}") from None
+        if not value >= minimum:  # NaN is no number
             raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
         if value > maximum:
             raise argparse.ArgumentTypeError(f"must be at most {maximum}, got {value!r:.40}")
         return value
 
-    return whole
+    return number

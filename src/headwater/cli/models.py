@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.cli.loading import LoadingBar
-from headwater.config import ModelConfig
+from headwater.config import ModelConfig, default_cache_dir
 from headwater.model.catalog import CATALOG
-from headwater.model.pull import default_cache_dir
 from headwater.model.pull import pull as pull_model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from importlib.metadata import version
 
@@ -33,6 +34,7 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     config = config_of(arguments)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread tokenises; the cores are the engine's
     served_name = config.model.served_model_name or config.model.model
     listening = bind(arguments.host, arguments.port)
     with LoadingBar() as bar:
@@ -60,12 +62,14 @@ def announce(front: Front, url: str) -> None:
     info = front.info
     caching = f"{info.hash_algo}, from {info.min_reusable_tokens} tokens on" if info.enable_prefix_caching else "off"
     groups, threads = _count(info.n_groups, "group"), _count(info.threads, "thread")
+    quantized = "" if info.quantization == "none" else f", {info.quantization}"
+    kv_mib, kv_kind = info.kv_cache_bytes / 2**20, "" if info.kv_dtype == "auto" else f" in {info.kv_dtype}"
     rows = [
-        ("model", f"{front.served_name} ({info.family}, {info.dtype})"),
+        ("model", f"{front.served_name} ({info.family}, {info.dtype}{quantized})"),
         ("context", f"{info.max_model_len} tokens, prompt and output together"),
         (
             "KV cache",
-            f"{info.n_blocks} blocks of {info.block_size} tokens in {groups}, {info.kv_cache_bytes / 2**20:.0f} MiB",
+            f"{info.n_blocks} blocks of {info.block_size} tokens in {groups}, {kv_mib:.0f} MiB{kv_kind}",
         ),
         ("reuse", caching),
         ("steps", f"up to {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens, {threads}"),

@@ -12,6 +12,8 @@ from headwater.config import EngineConfig
 from headwater.engine.core import EngineCore
 from headwater.engine.messages import EngineInfo
 from headwater.engine.process import Report
+from headwater.engine.sample_text import sample_sequences
+from headwater.engine.verify import HitVerifier, n_scratch_blocks
 from headwater.errors import ConfigError
 from headwater.kernels import make_ops
 from headwater.kernels.layout import KVLayout
@@ -20,7 +22,7 @@ from headwater.model.decoder import Model
 from headwater.model.load import load_model, resolve_dtype
 from headwater.model.resolve import resolve
 from headwater.run.memory import MemoryPlan, available_memory, fit_blocks, plan_groups
-from headwater.run.runner import Runner
+from headwater.run.runner import LogitsObserver, Runner
 from headwater.run.store import KVStore
 from headwater.sched.scheduler import Scheduler
 from headwater.text.tokenizer import Tokenizer, load_tokenizer
@@ -36,6 +38,7 @@ class BuiltEngine:
     cache: PrefixCache
     scheduler: Scheduler
     runner: Runner
+    model: Model
 
 
 def build_core(config: EngineConfig, report: Report) -> EngineCore:
@@ -43,45 +46,105 @@ def build_core(config: EngineConfig, report: Report) -> EngineCore:
     return build_engine(config, report).core
 
 
-def build_engine(config: EngineConfig, report: Report) -> BuiltEngine:
+def build_engine(config: EngineConfig, report: Report, *, observer: LogitsObserver | None = None) -> BuiltEngine:
     """Find and load the model, size the KV pool to this machine, and put the engine together.
 
     All in the calling thread; ``report`` is called with what is being done and how far it is, 0 to 1. Raises
-    ModelError for a model that cannot be used, ConfigError for options that do not fit it or the machine.
+    ModelError for a model that cannot be used, ConfigError for options that do not fit it or the machine. ``observer``
+    sees the logits of every step.
     """
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     cache_dir = config.model.cache_path
     path = resolve(config.model.model, cache_dir, report)
     tokenizer = load_tokenizer(path)
-    ops = make_ops(resolve_dtype(config.model.dtype))
-    model = load_model(path, ops, report, cache_dir=cache_dir, max_positions=config.scheduler.max_model_len)
-    report("checking the matrix products", 0.0)
-    probe = probe_row_invariance(model.linears)
+    ops = make_ops(
+        resolve_dtype(config.model.dtype),
+        kernels=config.model.kernels,
+        numerics=config.model.numerics,
+        folder=config.model.kernels_path,
+        compiler=config.model.compiler,
+        progress=report,
+    )
+    model = load_model(
+        path,
+        ops,
+        report,
+        cache_dir=cache_dir,
+        max_positions=config.scheduler.max_model_len,
+        quantization=config.model.quantization,
+        sample=lambda vocab_size: sample_sequences(tokenizer, vocab_size),
+    )
+    row_invariant, probed = _probe(config, model, report)
+    check_verifiable(config, row_invariant=row_invariant)
 
     groups = plan_groups(model.spec, config.cache.block_size)
-    layout = ops.kv_layout(model.spec.n_kv_heads, model.spec.head_dim, config.cache.block_size)
+    kv_dtype = torch.int8 if config.cache.kv_dtype == "int8" else None
+    layout = ops.kv_layout(model.spec.n_kv_heads, model.spec.head_dim, config.cache.block_size, kv_dtype)
     memory = fit_blocks(model.spec, groups, layout, config.cache, config.scheduler, available_memory())
     cache = PrefixCache(groups, memory.n_blocks, config=config.cache)
-    scheduler = Scheduler(cache, config.scheduler, max_model_len=memory.max_model_len)
-    runner = Runner(model, _store(layout, groups, memory), groups)
+    n_scratch = n_scratch_blocks(len(groups)) if config.cache.verify_hits else 0
+    store = _store(layout, groups, memory, n_scratch)
+    runner = Runner(model, store, groups, observer=observer)
+    verifier = _verifier(config, cache, runner, store)
+    parts = () if verifier is None else (verifier,)
+    scheduler = Scheduler(cache, config.scheduler, max_model_len=memory.max_model_len, parts=parts)
     core = EngineCore(
         runner,
         scheduler,
         cache,
         tokenizer,
         _info(
-            config, model, tokenizer, cache, scheduler, memory, row_invariant=probe.row_invariant, notes=[probe.line()]
+            config,
+            model,
+            tokenizer,
+            cache,
+            scheduler,
+            memory,
+            row_invariant=row_invariant,
+            notes=[*ops.notes, *probed],
         ),
         namespace=Namespace(model.weights_digest),
         rng=random.Random(config.model.seed),
+        verifier=verifier,
     )
-    return BuiltEngine(core, tokenizer, cache, scheduler, runner)
+    return BuiltEngine(core, tokenizer, cache, scheduler, runner, model)
 
 
-def _store(layout: KVLayout, groups: tuple[GroupSpec, ...], memory: MemoryPlan) -> KVStore:
+def _probe(config: EngineConfig, model: Model, report: Report) -> tuple[bool, list[str]]:
+    """Whether equal bits may be expected of the products, and what to say of it at start."""
+    if config.model.numerics == "fast":
+        return False, []  # the operations themselves say so
+    report("checking the matrix products", 0.0)
+    probe = probe_row_invariance(model.linears)
+    return probe.row_invariant, [probe.line()]
+
+
+def check_verifiable(config: EngineConfig, *, row_invariant: bool) -> None:
+    """ConfigError if hits are to be verified where equal bits are not to be expected: every check would be an alarm."""
+    if not config.cache.verify_hits:
+        return
+    if config.model.numerics == "fast":
+        raise ConfigError(
+            "verify_hits compares bits, which numerics 'fast' does not keep: leave one of the two options out"
+        )
+    if not row_invariant:
+        raise ConfigError(
+            "verify_hits compares bits, and the matrix products that this machine would use do not keep them (a row's "
+            "result depends on the rows beside it): leave it out, or try another dtype or other kernels"
+        )
+
+
+def _verifier(config: EngineConfig, cache: PrefixCache, runner: Runner, store: KVStore) -> HitVerifier | None:
+    share = config.cache.verify_hits
+    if not share:
+        return None
+    return HitVerifier(share, cache=cache, runner=runner, store=store, rng=random.Random(f"hits {config.model.seed}"))
+
+
+def _store(layout: KVLayout, groups: tuple[GroupSpec, ...], memory: MemoryPlan, n_scratch: int) -> KVStore:
     try:
-        return KVStore(groups, memory.n_blocks, layout)
+        return KVStore(groups, memory.n_blocks + n_scratch, layout)
     except RuntimeError as error:  # how PyTorch reports that the allocator refused
         raise ConfigError(
             f"no memory for {memory.n_blocks} KV blocks ({memory.kv_cache_bytes} bytes): set kv_cache_memory_bytes "
@@ -122,6 +185,8 @@ def _info(
         min_reusable_tokens=cache.min_reusable_tokens,
         dtype=str(model.ops.dtype).removeprefix("torch."),
         kv_cache_bytes=memory.kv_cache_bytes,
+        quantization=config.model.quantization,
+        kv_dtype=config.cache.kv_dtype,
         threads=torch.get_num_threads(),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         hash_algo=config.cache.hash_algo,

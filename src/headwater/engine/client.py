@@ -45,10 +45,11 @@ LAST_WORDS_S = 0.5
 EXIT_S = 5.0
 """How long a process that was told to stop may take before it is killed."""
 
-KERNEL_THREADS = {"GOMP_SPINCOUNT": "1000"}
-"""How long (in spins, some 50 us) the kernels' threads wait for each other before they sleep, unless the user's
-environment says otherwise. libgomp's own 300,000 made a decode step 10 times slower on a machine whose cores
-other processes used too; an idle machine does not notice."""
+ENGINE_THREADS = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+"""Unless the user's environment says otherwise: how long (in spins, some 50 us) the kernels' threads wait for each
+other before they sleep, and no threads besides them. libgomp's own 300,000 spins made a decode step 10 times slower
+on a machine whose cores other processes used too; an idle machine does not notice. The tokenizer and numpy would
+each start a thread per core."""
 
 SOCKET_PATH_BYTES = 100
 """Unix limits the path of a socket to 104 (macOS) or 108 bytes, the closing zero included."""
@@ -106,7 +107,7 @@ class EngineClient:
             *("-m", "headwater.engine.process", address, core),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
-            env={**KERNEL_THREADS, **os.environ},
+            env={**ENGINE_THREADS, **os.environ},
         )
         client = cls(process, socket, folder)
         if on_loading is not None:

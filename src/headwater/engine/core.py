@@ -36,11 +36,33 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
+class VerifyCounts(Protocol):
+    """Blocks of content, since the start (engine/verify.py)."""
+
+    verified: int
+    differing: int
+    skipped: int
+    dropped: int
+    failed: int
+
+
+class Verifier(Protocol):
+    """Checks hit blocks in idle time, one in each ``work``."""
+
+    @property
+    def counts(self) -> VerifyCounts: ...
+
+    @property
+    def pending(self) -> bool: ...
+
+    def work(self) -> None: ...
+
+
 class EngineCore:
     """Glue of scheduler, runner and text.
 
     ``namespace`` is the identity of the model that runs (no salt); a request's salt is added to it. ``rng`` draws
-    seeds for requests that bring none.
+    seeds for requests that bring none. ``verifier`` is what to do in idle time, if anything.
     """
 
     def __init__(
@@ -54,6 +76,7 @@ class EngineCore:
         namespace: Namespace,
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
+        verifier: Verifier | None = None,
     ) -> None:
         self.info = info
         self._runner = runner
@@ -63,6 +86,7 @@ class EngineCore:
         self._namespace = namespace
         self._rng = rng
         self._clock = clock
+        self._verifier = verifier
         self._states: dict[RequestId, RequestState] = {}
         self._n_refused = 0
         self._steps: list[tuple[float, float, float]] = []
@@ -71,6 +95,11 @@ class EngineCore:
     def busy(self) -> bool:
         """Is there a request, running or waiting?"""
         return bool(self._states)
+
+    @property
+    def idle_work(self) -> bool:
+        """Is there something for idle time?"""
+        return self._verifier is not None and self._verifier.pending
 
     # ---- messages ---------------------------------------------------------------------------------
 
@@ -181,19 +210,31 @@ class EngineCore:
         state = self._states.pop(seq.request_id)
         return state.delta([], Piece("", FinishReason.ERROR), self._clock(), error=reason)
 
+    def work_idle(self) -> None:
+        """A short piece of the work for idle time: one block is computed. Nothing is done while there are requests."""
+        if self._verifier is not None and self._verifier.pending and not self.busy:
+            self._verifier.work()
+
     # ---- figures ----------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """A snapshot; ``steps`` holds those since the last one. Counters are in tokens where the name does not say
         requests, blocks or preemptions."""
         cache, done = self._cache.stats(), self._scheduler.accounting
+        in_flight = self._scheduler.in_flight_wait
         counters: dict[str, float] = {
             "prefix_queries": cache.query_tokens,
             "prefix_hits": cache.hit_tokens,
+            "copied_tokens": cache.copied_tokens,
             "bypassed_requests": cache.bypassed_requests,
             "resumed_queries": cache.resumed_query_tokens,
             "resumed_hits": cache.resumed_hit_tokens,
+            "resumed_copied_tokens": cache.resumed_copied_tokens,
+            "in_flight_waits": in_flight.waits,
+            "in_flight_wait_s": in_flight.waited_s,
+            "in_flight_tokens_saved": in_flight.tokens_saved,
             "evictions": cache.evictions,
+            "withdrawn": cache.withdrawn,
             "preemptions": done.preemptions,
             "prompt_tokens": done.prompt_tokens,
             "prompt_tokens_computed": done.prompt_tokens_computed,
@@ -203,6 +244,8 @@ class EngineCore:
         }
         for reason, n_requests in done.requests_finished.items():
             counters[f"requests_finished_{reason.value}"] = n_requests
+        if self._verifier is not None:
+            counters |= verify_counters(self._verifier.counts)
         gauges: dict[str, float] = {
             "running": self._scheduler.n_running,
             "waiting": self._scheduler.n_waiting,
@@ -217,6 +260,16 @@ class EngineCore:
         }
         steps, self._steps = self._steps, []
         return EngineStats(counters, gauges, steps)
+
+
+def verify_counters(counts: VerifyCounts) -> dict[str, float]:
+    return {
+        "hits_verified": counts.verified,
+        "hits_differing": counts.differing,
+        "hits_verify_skipped": counts.skipped,
+        "hits_verify_dropped": counts.dropped,
+        "hits_verify_failed": counts.failed,
+    }
 
 
 def refusal_delta(request_id: RequestId, refusal: HeadwaterError) -> Delta:

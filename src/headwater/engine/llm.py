@@ -137,6 +137,20 @@ class LLM:
             raise CacheBusy(done.n_busy)
         return done.n_cleared
 
+    def verify_hits(self, limit: int | None = None) -> dict[str, int]:
+        """Compute hit blocks that the option ``verify_hits`` has chosen again, at most ``limit``, and compare their
+        bits: here no time is idle unless the caller says so. How many were "verified", of these "differing" (withdrawn,
+        and logged as errors), "skipped" (no longer held) and "failed"."""
+        core = self._live_core()
+        before, n_done = core.stats().counters, 0
+        while core.idle_work and (limit is None or n_done < limit):
+            core.work_idle()
+            n_done += 1
+        after = core.stats().counters
+        names = {"verified": "hits_verified", "differing": "hits_differing"}
+        names |= {name: f"hits_verify_{name}" for name in ("skipped", "failed")}
+        return {name: int(after.get(key, 0) - before.get(key, 0)) for name, key in names.items()}
+
     @property
     def info(self) -> EngineInfo:
         """The engine's facts: true limits, blocks, dtype, and remarks."""

@@ -64,6 +64,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What the start-up probe found of the products that will be used."""
     notes: list[str] = []
     """One-line remarks to print at start."""
+    quantization: str = "none"
+    """Of the weights. With ``kv_dtype``, ``dtype`` and ``block_size`` it says what the bytes of a KV block mean."""
+    kv_dtype: str = "auto"
+    """Of the KV store; auto is ``dtype``."""
 
 
 class Timing(msgspec.Struct, frozen=True):

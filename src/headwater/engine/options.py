@@ -7,7 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.config import DTYPES, HASH_ALGORITHMS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headwater.config import (
+    DTYPES,
+    HASH_ALGORITHMS,
+    KERNELS,
+    KV_DTYPES,
+    NUMERICS,
+    QUANTIZATIONS,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from headwater.errors import ConfigError
 
 
@@ -15,7 +26,8 @@ from headwater.errors import ConfigError
 class Option:
     """One option: ``name`` as users write it, and the ``part`` and ``field`` of EngineConfig that it sets.
 
-    ``kind`` is int, str or bool; ``minimum`` and ``maximum`` hold for int, ``choices`` for str.
+    ``kind`` is int, float, str or bool; ``minimum`` and ``maximum`` hold for numbers, ``choices`` for str. A float
+    may be given as a whole number.
     """
 
     name: str
@@ -23,8 +35,8 @@ class Option:
     field: str
     kind: type
     about: str
-    minimum: int = 1
-    maximum: int = 2**31 - 1
+    minimum: float = 1
+    maximum: float = 2**31 - 1
     choices: tuple[str, ...] = ()
     is_bytes: bool = False
     """An amount of memory: the command line also takes 512MiB, 2GiB and the like."""
@@ -37,13 +49,31 @@ class Option:
 
 OPTIONS: tuple[Option, ...] = (
     Option("dtype", "model", "dtype", str, "compute dtype; auto is bfloat16 where the CPU has it", choices=DTYPES),
+    Option(
+        "quantization",
+        "model",
+        "quantization",
+        str,
+        "weights in int8, made at load and kept: w8a8 computes in int8 too, w8a16 in the compute dtype",
+        choices=QUANTIZATIONS,
+    ),
     Option("served_model_name", "model", "served_model_name", str, "the model's name in the API; default: as given"),
     Option("max_model_len", "scheduler", "max_model_len", int, "most tokens of prompt and output together", 2),
     Option("max_num_seqs", "scheduler", "max_num_seqs", int, "most requests in one step"),
     Option("max_num_batched_tokens", "scheduler", "max_num_batched_tokens", int, "token budget of one step"),
     Option("max_waiting", "scheduler", "max_waiting", int, "most requests in the queue; more are refused with 503"),
+    Option(
+        "in_flight_wait",
+        "scheduler",
+        "in_flight_wait_s",
+        float,
+        "seconds that a request may wait for a beginning which another one is computing now; 0: it computes it too",
+        minimum=0,
+        maximum=86_400,
+    ),
     Option("block_size", "cache", "block_size", int, "tokens in a KV block"),
     Option("enable_prefix_caching", "cache", "enable_prefix_caching", bool, "reuse the KV of equal beginnings"),
+    Option("partial_reuse", "cache", "partial_reuse", bool, "copy the equal beginning of a block that is not equal"),
     Option(
         "prefix_caching_hash_algo",
         "cache",
@@ -61,8 +91,42 @@ OPTIONS: tuple[Option, ...] = (
         maximum=2**63 - 1,
         is_bytes=True,
     ),
+    Option(
+        "kv_dtype",
+        "cache",
+        "kv_dtype",
+        str,
+        "auto: KV in the compute dtype; int8: about half of the memory",
+        choices=KV_DTYPES,
+    ),
     Option("num_blocks", "cache", "n_blocks", int, "number of KV blocks, instead of an amount of memory"),
+    Option(
+        "verify_hits",
+        "cache",
+        "verify_hits",
+        float,
+        "share of hit blocks, such as 0.01, to compute again in idle time and compare bit for bit",
+        minimum=0,
+        maximum=1,
+    ),
     Option("threads", "model", "threads", int, "threads of the compute kernels; default: the machine's cores"),
+    Option(
+        "kernels",
+        "model",
+        "kernels",
+        str,
+        "auto: the best native kernels that this CPU runs; torch: PyTorch's",
+        choices=KERNELS,
+    ),
+    Option(
+        "numerics",
+        "model",
+        "numerics",
+        str,
+        "exact: equal bits with and without the cache; fast: whichever product is quicker",
+        choices=NUMERICS,
+    ),
+    Option("compiler", "model", "compiler", str, "C++ compiler for the native kernels; default: the first found"),
     Option("seed", "model", "seed", int, "seed for requests that bring none", 0, 2**63 - 1),
     Option("model_cache_dir", "model", "cache_dir", str, "where fetched models are kept"),
 )
@@ -93,10 +157,10 @@ def unknown_option(name: str, known: list[str]) -> str:
 
 
 def _check(option: Option, value: object) -> None:
-    if type(value) is not option.kind:
+    if type(value) is not option.kind and not (option.kind is float and type(value) is int):
         raise ConfigError(f"{option.name} must be {_A[option.kind]}, got {value!r}")
-    if isinstance(value, int) and option.kind is int:
-        if value < option.minimum:
+    if isinstance(value, int | float) and option.kind in (int, float):
+        if not value >= option.minimum:  # NaN is no number
             raise ConfigError(f"{option.name} must be at least {option.minimum}, got {value}")
         if value > option.maximum:
             raise ConfigError(f"{option.name} must be at most {option.maximum}, got {value!r:.40}")
@@ -116,4 +180,4 @@ def _check_text(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be valid UTF-8, got {value!r:.80}") from None
 
 
-_A: Mapping[type, str] = {int: "a whole number", str: "a text", bool: "True or False"}
+_A: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}

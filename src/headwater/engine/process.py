@@ -45,6 +45,10 @@ from headwater.types import RequestId
 
 logger = logging.getLogger(__name__)
 
+QUIET_MS = 20
+"""So long nothing must come in before each piece of idle work: the next request of a client that has just got its
+answer does not find the engine busy, and idle work leaves the machine some rest."""
+
 LINGER_MS = 1000
 """How long the last messages may take to leave a process that ends."""
 
@@ -68,6 +72,15 @@ class Core(Protocol):
 
     def step(self) -> Outputs: ...
 
+    @property
+    def idle_work(self) -> bool:
+        """Whether ``work_idle`` has anything to do."""
+        ...
+
+    def work_idle(self) -> None:
+        """A short piece of work for which no request should wait longer than it takes."""
+        ...
+
     def stats(self) -> EngineStats: ...
 
 
@@ -78,7 +91,8 @@ CoreFactory = Callable[[EngineConfig, Report], Core]
 
 
 class EngineLoop:
-    """Reads the inbox between steps; sleeps in the socket while there is nothing to compute."""
+    """Reads the inbox between steps; sleeps in the socket while there is nothing to compute. Idle work is done in
+    pieces, with a look at the inbox before each."""
 
     def __init__(self, core: Core, socket: zmq.Socket[bytes]) -> None:
         self._core = core
@@ -98,6 +112,9 @@ class EngineLoop:
                 self.send(self._core.step())
             elif heard:  # no step will carry the new counters (an abort of the last request, a refusal)
                 self.send(Outputs([], self._core.stats()))
+            elif self._core.idle_work:
+                self._core.work_idle()
+                self.send(Outputs([], self._core.stats()))
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))
@@ -105,10 +122,16 @@ class EngineLoop:
     def _read_inbox(self) -> bool:
         """Handle every message that is there; wait for one only while idle. True if there was any."""
         heard = False
-        while not self._stopping and self._socket.poll(0 if heard or self._core.busy else None):
+        while not self._stopping and self._socket.poll(self._patience_ms(heard)):
             self._handle(self._decoder.decode(self._socket.recv()))
             heard = True
         return heard
+
+    def _patience_ms(self, heard: bool) -> int | None:
+        """How long to wait for a message; None: for ever."""
+        if heard or self._core.busy:
+            return 0
+        return QUIET_MS if self._core.idle_work else None
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Submit):

@@ -113,10 +113,10 @@ class RequestState:
 
 
 def usage_of(seq: Sequence) -> Usage | None:
-    """prompt = computed + cached, by the first admission; None before it."""
+    """prompt = computed + cached, whole blocks and copied slots, by the first admission; None before it."""
     if seq.lookup is None:
         return None
-    n_cached = seq.lookup.n_hit
+    n_cached = seq.lookup.n_start
     return Usage(seq.n_prompt, n_cached, seq.n_prompt - n_cached, seq.n_generated)
 
 

@@ -1,9 +1,8 @@
-"""The operations that models call: one seam (``ops``), the PyTorch reference, and later native kernels."""
+"""The operations that models call: one seam (``ops``), native CPU kernels, and their PyTorch reference."""
 
 from __future__ import annotations
 
-import torch
-
+from headwater.kernels.choose import make_ops
 from headwater.kernels.layout import KVLayout, LayerKV
 from headwater.kernels.ops import GroupBatch, HeadNorms, Int8Weight, Linear, Ops, RaggedBatch
 from headwater.kernels.torch_ref import TorchOps
@@ -20,8 +19,3 @@ __all__ = [
     "TorchOps",
     "make_ops",
 ]
-
-
-def make_ops(dtype: torch.dtype) -> Ops:
-    """The best implementation for this machine and compute dtype."""
-    return TorchOps(dtype)

@@ -40,6 +40,7 @@ class Int8Linear:
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.values.shape
+        self.dtype = dtype
         self._weight = weight
         self._bias = None if bias is None else bias.float()
         self._out_dtype = out_dtype

@@ -69,25 +69,37 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class PlainLayout:
-    """Token after token: K and V [n_blocks, block_size, n_kv_heads, head_dim] in the compute dtype."""
+    """Token after token: K and V [n_blocks, block_size, n_kv_heads, head_dim] in the compute dtype ``dtype``, or as
+    ``kv_dtype`` says in torch.int8, with scales float32 [n_blocks, block_size, n_kv_heads, 1]."""
 
     n_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.block_size * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+        head_bytes = self.head_dim * (self.kv_dtype or self.dtype).itemsize
+        if self.kv_dtype is torch.int8:
+            head_bytes += torch.float32.itemsize
+        return 2 * self.block_size * self.n_kv_heads * head_bytes
 
     def allocate(self, n_layers: int, n_blocks: int) -> list[Pages]:
-        shape = (n_layers, 2, n_blocks, self.block_size, self.n_kv_heads, self.head_dim)
-        pool = torch.zeros(shape, dtype=self.dtype)
-        return [Pages(layer[0], layer[1]) for layer in pool]
+        shape = (n_layers, 2, n_blocks, self.block_size, self.n_kv_heads)
+        pool = torch.zeros((*shape, self.head_dim), dtype=self.kv_dtype or self.dtype)
+        if self.kv_dtype is not torch.int8:
+            return [Pages(layer[0], layer[1]) for layer in pool]
+        scales = torch.zeros((*shape, 1))
+        return [Pages(*layer, *scale) for layer, scale in zip(pool, scales, strict=True)]
 
     def read(self, pages: Pages, block: int, n_slots: int) -> tuple[Tensor, ...]:
-        return pages.k[block, :n_slots], pages.v[block, :n_slots]
+        return tuple(part[block, :n_slots] for part in _parts(pages))
 
     def copy(self, pages: Pages, source: int, target: int, n_slots: int) -> None:
-        for part in (pages.k, pages.v):
+        for part in _parts(pages):
             part[target, :n_slots] = part[source, :n_slots]
+
+
+def _parts(pages: Pages) -> list[Tensor]:
+    return [part for part in (pages.k, pages.v, pages.k_scale, pages.v_scale) if part is not None]

@@ -18,10 +18,11 @@ from headwater.kernels.layout import KVLayout, LayerKV
 
 
 class Linear(Protocol):
-    """A packed weight: [n, in_features] -> [n, out_features] in the dtype that it was packed for."""
+    """A packed weight: [n, in_features] in ``dtype`` -> [n, out_features] in the dtype that it was packed for."""
 
     in_features: int
     out_features: int
+    dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -94,6 +95,11 @@ class Ops(Protocol):
     """dtype of activations is the compute dtype (bf16 or float32) unless said otherwise."""
 
     dtype: torch.dtype
+
+    @property
+    def notes(self) -> list[str]:
+        """One-line remarks to print at start, when everything is packed: which kernels run, what they cannot do."""
+        ...
 
     def kv_layout(
         self, n_kv_heads: int, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.kernels.int8_ref import Int8Linear
+from headwater.errors import ConfigError
+from headwater.kernels.int8_ref import Int8Linear, quantize_rows
 from headwater.kernels.layout import LayerKV, PlainLayout
 from headwater.kernels.linear import PackedLinear
 from headwater.kernels.ops import HeadNorms, Int8Weight, RaggedBatch
@@ -30,13 +31,16 @@ class TorchOps:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.notes: list[str] = []
         self.linears: list[PackedLinear] = []
         """All that were packed, for the probe."""
 
     def kv_layout(
         self, n_kv_heads: int, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
     ) -> PlainLayout:
-        return PlainLayout(n_kv_heads, head_dim, block_size, self.dtype)
+        if kv_dtype not in (None, self.dtype, torch.int8):
+            raise ConfigError(f"KV is stored in {self.dtype}, the dtype of the computation, or in int8, not {kv_dtype}")
+        return PlainLayout(n_kv_heads, head_dim, block_size, self.dtype, kv_dtype)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
@@ -88,8 +92,8 @@ class TorchOps:
         # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
         turned: Tensor = both * full_cos + both.roll(d // 2, -1) * full_sin
         slots = batch.groups[kv.group].slot_mapping
-        kv.k.view(-1, n_kv_heads, d).index_copy_(0, slots, turned[:, n_heads:].to(kv.k.dtype))
-        kv.v.view(-1, n_kv_heads, d).index_copy_(0, slots, v.to(kv.v.dtype))
+        _write(kv.pages.k, kv.pages.k_scale, slots, turned[:, n_heads:])
+        _write(kv.pages.v, kv.pages.v_scale, slots, v)
         return turned[:, :n_heads].to(qkv.dtype)
 
     def attention(
@@ -107,12 +111,11 @@ class TorchOps:
         plan = self._plan(batch, kv.group, n_heads, n_kv_heads, window)
         group = n_heads // n_kv_heads
         q_rows = q.reshape(n_tokens * n_kv_heads, group * d)
-        k_rows, v_rows = kv.k.view(-1, n_kv_heads * d), kv.v.view(-1, n_kv_heads * d)
         outs = []
         for call in plan.calls:
             tiles = q_rows.index_select(0, call.q_index).view(call.n_tiles, n_kv_heads, plan.tile * group, d)
-            keys = _gather(k_rows, call, n_kv_heads)
-            values = _gather(v_rows, call, n_kv_heads)
+            keys = _gather(kv.pages.k, kv.pages.k_scale, call, self.dtype)
+            values = _gather(kv.pages.v, kv.pages.v_scale, call, self.dtype)
             if softcap is None:
                 out = F.scaled_dot_product_attention(tiles, keys, values, attn_mask=call.mask, scale=scale)
             else:
@@ -166,9 +169,20 @@ def _whole_rows(f: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
     return torch.cat([f(part) for part in (x[:n_even], *rest) if len(part)])
 
 
-def _gather(rows: Tensor, call: TileCall, n_kv_heads: int) -> Tensor:
+def _write(part: Tensor, scales: Tensor | None, slots: Tensor, x: Tensor) -> None:
+    """x [n, n_kv_heads, d] to the slots of K or V, quantised per token and head if there are scales."""
+    if scales is not None:
+        x, scale = quantize_rows(x)
+        scales.flatten(0, 1).index_copy_(0, slots, scale)
+    part.flatten(0, 1).index_copy_(0, slots, x.to(part.dtype))
+
+
+def _gather(part: Tensor, scales: Tensor | None, call: TileCall, dtype: torch.dtype) -> Tensor:
     """Keys or values of a call: [n_tiles, n_kv_heads, size, d]."""
-    got = rows.index_select(0, call.slots).view(call.n_key_rows, call.size, n_kv_heads, -1).transpose(1, 2)
+    got = part.flatten(0, 1).index_select(0, call.slots)
+    if scales is not None:
+        got = (got * scales.flatten(0, 1).index_select(0, call.slots)).to(dtype)
+    got = got.view(call.n_key_rows, call.size, *got.shape[1:]).transpose(1, 2)
     return got if call.n_key_rows == call.n_tiles else got.expand(call.n_tiles, -1, -1, -1)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from headwater.config import default_cache_dir
 from headwater.errors import ChecksumError, ModelError
 from headwater.model.catalog import CATALOG, CatalogEntry, WheelPart
 from headwater.model.progress import Progress, silent
@@ -35,12 +36,6 @@ ABANDONED_S = 86_400.0
 
 UNREACHABLE = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "NameResolutionError", "Connection broken")
 """What pip's retries say when nobody answers; its last line then claims that no such package exists."""
-
-
-def default_cache_dir() -> Path:
-    """The platform's folder for things that can be fetched again."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headwater"
 
 
 def pull(

@@ -85,8 +85,9 @@ class Runner:
         began = time.perf_counter()
         for request_id in plan.removed:
             self._rows.pop(request_id, None)  # a step that failed as a whole may have come before the row was known
+        self._check_copies(plan)
         chunks = self._chunks(plan)
-        self._store.copy(plan.copies)
+        self._store.copy(plan.copies)  # before any row: rows that are tried again alone find their slots copied
         times.prepare_s += time.perf_counter() - began
         results = self._run_isolated(plan.step, chunks, times)
         return StepResult(
@@ -172,6 +173,15 @@ class Runner:
                 raise EngineError(
                     f"{where}: block ids {min(blocks)} to {max(blocks)}, the pool has {self._store.n_blocks}"
                 )
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        for copy in plan.copies:
+            where = f"step {plan.step}, copy of {copy.n_slots} slots"
+            if not 0 <= copy.group < len(self._groups):
+                raise EngineError(f"{where}: group {copy.group}, the model has {len(self._groups)}")
+            if not 0 < copy.n_slots <= self._groups[copy.group].block_size:
+                raise EngineError(f"{where}: a block of group {copy.group} has {self._groups[copy.group].block_size}")
+            self._check_blocks(where, [(copy.source, copy.target)])
 
     # ---- running ----------------------------------------------------------------------------------
 

@@ -35,9 +35,9 @@ class SequenceQueue:
             raise KeyError(f"sequence {seq.request_id!r} is not in this queue")
         del self._items[at]
 
-    @property
-    def first(self) -> Sequence:
-        return self._items[0][2]
+    def __getitem__(self, at: int) -> Sequence:
+        """The one at place ``at``, counted from the first."""
+        return self._items[at][2]
 
     @property
     def last(self) -> Sequence:

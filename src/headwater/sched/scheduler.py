@@ -14,10 +14,11 @@ from headwater.errors import AuditError, BadRequest, ConfigError, EngineError, N
 from headwater.sched.draft import Draft, Entry, Flight
 from headwater.sched.parts import Part
 from headwater.sched.parts.accounting import Accounting
+from headwater.sched.parts.in_flight import InFlightWait
 from headwater.sched.planner import Planner
 from headwater.sched.preempt import Places
 from headwater.sched.sequence import Sequence, Status
-from headwater.step import AddedRow, ContinuedRow, RowResult, StepPlan, StepResult, TableStart
+from headwater.step import AddedRow, ContinuedRow, RowResult, SlotCopy, StepPlan, StepResult, TableStart
 from headwater.types import FinishReason, RequestId
 
 
@@ -56,12 +57,18 @@ class Scheduler:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             if getattr(config, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(config, name)}")
+        if not config.in_flight_wait_s >= 0:
+            raise ConfigError(f"in_flight_wait_s must be at least 0 seconds, got {config.in_flight_wait_s}")
         self._cache = cache
         self._clock = clock
+        self._live: dict[RequestId, Sequence] = {}
         self._max_waiting = config.max_waiting
         self.max_model_len = longest_fit(cache, max_model_len, config.max_num_batched_tokens)
         self.accounting = Accounting(cache)
-        self._parts = (self.accounting, *parts)
+        self.in_flight_wait = InFlightWait(
+            config.in_flight_wait_s, hit_unit=cache.min_reusable_tokens, find=self._live.get, clock=clock
+        )
+        self._parts = (self.accounting, self.in_flight_wait, *parts)
         self._places = Places(cache, self._parts)
         self._planner = Planner(
             cache,
@@ -69,8 +76,8 @@ class Scheduler:
             self._parts,
             max_seqs=config.max_num_seqs,
             max_tokens=config.max_num_batched_tokens,
+            clock=clock,
         )
-        self._live: dict[RequestId, Sequence] = {}
         self._n_arrived = 0
         self._step = 0
         self._windows = {(group.window, group.block_size) for group in cache.groups if group.window is not None}
@@ -133,10 +140,14 @@ class Scheduler:
         self._places.to_remove.clear()
         continued: list[ContinuedRow] = []
         added: list[AddedRow] = []
+        copies: list[SlotCopy] = []
         for entry in entries:
             seq = entry.seq
             if seq.told is None:
                 added.append(self._added_row(entry))
+                copies += (
+                    SlotCopy(run.group, run.source, run.target, run.n_slots) for run in self._cache.copies(seq.held())
+                )
             else:
                 continued.append(self._continued_row(entry, seq.told))
             entry.epoch = seq.epoch
@@ -147,7 +158,7 @@ class Scheduler:
         if admitted:
             self._admitted(admitted)
         self._places.in_flight.start(Flight(self._step, entries, removed))
-        return StepPlan(self._step, tuple(added), tuple(continued), removed)
+        return StepPlan(self._step, tuple(added), tuple(continued), removed, tuple(copies))
 
     def _added_row(self, entry: Entry) -> AddedRow:
         seq, tables = entry.seq, entry.seq.held().tables
@@ -216,6 +227,7 @@ class Scheduler:
         seq, cache, holding = entry.seq, self._cache, entry.seq.held()
         before, unit = seq.n_computed, seq.chain.unit
         seq.n_computed = entry.n_start + entry.n_new
+        cache.copied(holding)  # before its blocks are published, so that sources that nobody else uses can be freed
         if before // unit != seq.n_computed // unit:
             cache.publish(seq.chain, holding, seq.n_computed)
             if before < seq.n_prompt:

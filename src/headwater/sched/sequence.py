@@ -8,6 +8,7 @@ from enum import Enum
 from headwater.cache.block import Holding
 from headwater.cache.key import TokenChain
 from headwater.cache.lookup import Lookup
+from headwater.sched.parts import NotYet
 from headwater.step import RowSampling
 from headwater.types import FinishReason, RequestId
 
@@ -68,6 +69,8 @@ class Sequence:
     """Per group, the logical end of the table that the runner knows; None while it does not know the row."""
     grew: bool = False
     """Did the tables grow since they were told?"""
+    not_yet: NotYet | None = None
+    """In the queue: why it did not start when its turn came last."""
     blocked_at: tuple[int, int] | None = None
     """(prompts published, available blocks) when admission last failed: until one grows, it fails again."""
 

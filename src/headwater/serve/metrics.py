@@ -25,14 +25,40 @@ SLOW_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 5
 
 COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hits": ("prefix_cache_hits", "Prompt tokens whose KV came from the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens whose KV came from the prefix cache, by whole blocks."),
+    "copied_tokens": (
+        "prefix_cache_copied_tokens",
+        "Prompt tokens whose KV was copied from the beginning of a cached block; not in hits.",
+    ),
     "bypassed_requests": ("prefix_cache_bypassed_requests", "Requests that did not consult the prefix cache."),
     "resumed_queries": (
         "prefix_cache_resumed_queries",
         "Tokens looked up when a preempted request went on; not in queries.",
     ),
-    "resumed_hits": ("prefix_cache_resumed_hits", "Tokens found then; not in hits."),
+    "resumed_hits": ("prefix_cache_resumed_hits", "Tokens found then, by whole blocks; not in hits."),
+    "resumed_copied_tokens": ("prefix_cache_resumed_copied_tokens", "Tokens copied then; not in copied tokens."),
+    "in_flight_waits": (
+        "in_flight_waits",
+        "Requests held back until another one had computed their common beginning.",
+    ),
+    "in_flight_wait_s": ("in_flight_wait_seconds", "Seconds that they were held back for it, all together."),
+    "in_flight_tokens_saved": (
+        "in_flight_tokens_saved",
+        "Tokens that they reused when they started and would not have without the wait.",
+    ),
     "evictions": ("prefix_cache_evictions", "Cached blocks that gave way to new content."),
+    "withdrawn": (
+        "prefix_cache_withdrawn_blocks",
+        "Cached blocks withdrawn because their content, or what it rests on, was wrong.",
+    ),
+    "hits_verified": ("hits_verified", "Hit blocks that were computed again in idle time and compared."),
+    "hits_differing": ("hits_differing", "Those whose bits differed: a fault of memory or of Headwater."),
+    "hits_verify_skipped": (
+        "hits_verify_skipped",
+        "Blocks chosen for it that could not be: no longer held, or what they are computed from.",
+    ),
+    "hits_verify_dropped": ("hits_verify_dropped", "Blocks chosen for it that gave way to newer ones."),
+    "hits_verify_failed": ("hits_verify_failed", "Blocks whose computation failed."),
     "preemptions": ("preemptions", "Requests put back into the queue for want of blocks."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of all requests that were admitted."),
     "prompt_tokens_computed": ("prompt_tokens_computed", "Prompt tokens whose KV was computed for them."),
@@ -49,7 +75,7 @@ GAUGES = {
     "physical_blocks": ("kv_physical_blocks", "Blocks behind those entries; the difference is what sharing saves."),
     "blocks_total": ("kv_pool_blocks", "All blocks of the pool."),
     "kv_usage": ("kv_cache_usage_ratio", "Blocks in use, of all blocks, 0 to 1."),
-    "min_reusable_tokens": ("min_reusable_tokens", "The shortest shared beginning that can be reused."),
+    "min_reusable_tokens": ("min_reusable_tokens", "The shortest shared beginning that whole blocks cover."),
 }
 
 BLOCK_STATES = ("in_use", "evictable", "free")

@@ -48,6 +48,11 @@ class Tokenizer:
         return cls(read_folder(path))
 
     @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What the model wants before every prompt: BOS, for some models."""
+        return tuple(self._prefix)
+
+    @property
     def vocab_size(self) -> int:
         return len(self._token_bytes)
 

@@ -33,6 +33,10 @@ template <int T> inline void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(T))
 template <int T> inline void load(const void* p, int64_t stride_bytes) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride_bytes) : "memory");
 }
+// For what is read once while other tiles are read again and again: does not push those out of the nearest cache.
+template <int T> inline void load_once(const void* p, int64_t stride_bytes) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride_bytes) : "memory");
+}
 template <int T> inline void store(void* p, int64_t stride_bytes) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(stride_bytes) : "memory");
 }

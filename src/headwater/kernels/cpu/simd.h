@@ -43,7 +43,14 @@ HW_INLINE void repeat(F f) { repeat_(f, std::make_integer_sequence<int, N>{}); }
 
 HW_INLINE vf splat(float x) { return x - vf{}; }
 HW_INLINE vi splat(int32_t x) { return x - vi{}; }
-HW_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+// b if one of them is no number.
+HW_INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 HW_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 HW_INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
@@ -85,9 +92,9 @@ HW_INLINE void store(bf16* p, vf v) { vh h = narrow(v); std::memcpy(p, &h, sizeo
 
 // ---- functions ----------------------------------------------------------------------------------------
 
-// 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0. Relative error below 3e-7.
+// 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0; what is no number stays so. Relative error below 3e-7.
 HW_INLINE vf exp2(vf x) {
-  x = vmax(x, splat(-126.f));
+  x = vmax(splat(-126.f), x);
   vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
   vf shifted = x + magic;
   vf f = x - (shifted - magic);
@@ -101,20 +108,30 @@ HW_INLINE vf exp2(vf x) {
   return (vf)((vi)p + ((vi)shifted << 23));
 }
 
-// Sum and maximum over the lanes, always in the same tree.
+// Lane i is lane (i + N) % LANES of v.
+template <int N, int... i> HW_INLINE vf turned_(vf v, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(v, v, ((i + N) % LANES)...);
+#else
+  return __builtin_shuffle(v, vi{((i + N) % LANES)...});
+#endif
+}
+template <int N> HW_INLINE vf turned(vf v) { return turned_<N>(v, std::make_integer_sequence<int, LANES>{}); }
+
+// Sum and maximum over the lanes, always in the same tree: lanes of the lower half and the upper half, and so on.
 HW_INLINE float sum(vf v) {
-  float x[LANES];
-  store(x, v);
-  for (int h = LANES / 2; h; h /= 2)
-    for (int i = 0; i < h; i++) x[i] += x[i + h];
-  return x[0];
+  if constexpr (LANES > 8) v += turned<LANES / 2>(v);
+  if constexpr (LANES > 4) v += turned<4>(v);
+  v += turned<2>(v);
+  v += turned<1>(v);
+  return v[0];
 }
 HW_INLINE float top(vf v) {
-  float x[LANES];
-  store(x, v);
-  for (int h = LANES / 2; h; h /= 2)
-    for (int i = 0; i < h; i++) x[i] = x[i] > x[i + h] ? x[i] : x[i + h];
-  return x[0];
+  if constexpr (LANES > 8) v = vmax(v, turned<LANES / 2>(v));
+  if constexpr (LANES > 4) v = vmax(v, turned<4>(v));
+  v = vmax(v, turned<2>(v));
+  v = vmax(v, turned<1>(v));
+  return v[0];
 }
 
 // ---- dot products: of pairs of bf16 into float, of fours of bytes into int32, lane by lane ----------------

@@ -1,0 +1,1 @@
+"""How good the answers are: measures of a model's predictions, taken through the engine that serves them."""

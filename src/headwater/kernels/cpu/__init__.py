@@ -1,0 +1,1 @@
+"""The native CPU kernels: C++ sources, and how they are compiled, chosen and loaded."""
