@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from headwater.config import default_cache_dir
-from headwater.kernels import GroupBatch, LayerKV, RaggedBatch
+from headwater.kernels import GroupBatch, KVLayout, LayerKV, RaggedBatch
 from headwater.kernels.cpu.library import Library, load_library
 from headwater.kernels.cpu.variants import VARIANTS
 from headwater.kernels.native_attention import NativeAttention
@@ -164,40 +165,51 @@ ATTENTION_KINDS = {
 }
 
 
+def attention_calls(
+    ops: NativeAttention, case: AttentionCase, heads: str, layout: KVLayout
+) -> list[Callable[[], object]]:
+    """One call for each of as many layers as fill ``WORKING_SET``, at least two."""
+    n_heads, n_kv_heads, d = head_sizes(heads)
+    batch, n_blocks = case.batch()
+    everywhere = every_slot(n_blocks)
+    cos, sin = torch.ones(n_blocks * BLOCK_SIZE, d // 2), torch.zeros(n_blocks * BLOCK_SIZE, d // 2)
+    q = torch.randn(len(batch.positions), n_heads, d).to(ops.dtype)
+    calls: list[Callable[[], object]] = []
+    for pages in layout.allocate(max(2, WORKING_SET // (n_blocks * layout.block_bytes)), n_blocks):
+        kv = LayerKV(pages, 0, layout)
+        qkv = torch.randn(n_blocks * BLOCK_SIZE, (n_heads + 2 * n_kv_heads) * d).to(ops.dtype)
+        ops.rope_and_write(qkv, cos, sin, everywhere, kv, n_heads=n_heads)
+        calls.append(partial(ops.attention, q, batch, kv, scale=d**-0.5))
+    return calls
+
+
 def bench_attention(library: Library, ceilings: Ceilings, args: argparse.Namespace) -> None:
     """GB/s count the KV of every row, so that what is shared can come to more than memory gives."""
     print(
-        f"\n{'attention':14} {'heads':>8} {'case':>17} {'us':>9} {'GB/s':>7} {'of memory':>9} {'GFLOP/s':>9} {'of dots':>8}"
+        f"\n{'kind':14} {'heads':>8} {'case':>17} {'us':>9} {'GB/s':>7} {'of memory':>9} {'GFLOP/s':>9} {'of dots':>8}"
     )
     for kind, (dtype, kv_dtype) in ATTENTION_KINDS.items():
         ops = NativeAttention(library, dtype)
-        for heads in ATTENTION_HEADS:
-            n_heads, n_kv_heads, d = map(int, heads.replace("/", "x").split("x"))
+        for heads, case in product(ATTENTION_HEADS, ATTENTION_CASES):
+            n_heads, n_kv_heads, d = head_sizes(heads)
             layout = ops.kv_layout(n_kv_heads, d, BLOCK_SIZE, kv_dtype)
-            for case in ATTENTION_CASES:
-                batch, n_blocks = case.batch()
-                everywhere = _every_slot(n_blocks)
-                cos, sin = torch.ones(len(everywhere.positions), d // 2), torch.zeros(len(everywhere.positions), d // 2)
-                layers = []
-                for pages in layout.allocate(max(2, WORKING_SET // (n_blocks * layout.block_bytes)), n_blocks):
-                    layers.append(LayerKV(pages, 0, layout))
-                    qkv = torch.randn(n_blocks * BLOCK_SIZE, (n_heads + 2 * n_kv_heads) * d).to(dtype)
-                    ops.rope_and_write(qkv, cos, sin, everywhere, layers[-1], n_heads=n_heads)
-                q = torch.randn(len(batch.positions), n_heads, d).to(dtype)
-                took = seconds(
-                    [lambda kv=kv: ops.attention(q, batch, kv, scale=d**-0.5) for kv in layers],  # type: ignore[misc]
-                    args.seconds,
-                )
-                read = case.rows * CONTEXT // BLOCK_SIZE * layout.block_bytes / took
-                done = case.operations(n_heads, d) / took
-                print(
-                    f"{kind:14} {heads:>8} {case.name:>17} {took * 1e6:9.1f} {read / 1e9:7.1f} "
-                    f"{read / ceilings.memory:9.0%} {done / 1e9:9.1f} {done / ceilings.flops[dtype]:8.0%}",
-                    flush=True,
-                )
+            took = seconds(attention_calls(ops, case, heads, layout), args.seconds)
+            read = case.rows * CONTEXT // BLOCK_SIZE * layout.block_bytes / took
+            done = case.operations(n_heads, d) / took
+            print(
+                f"{kind:14} {heads:>8} {case.name:>17} {took * 1e6:9.1f} {read / 1e9:7.1f} "
+                f"{read / ceilings.memory:9.0%} {done / 1e9:9.1f} {done / ceilings.flops[dtype]:8.0%}",
+                flush=True,
+            )
 
 
-def _every_slot(n_blocks: int) -> RaggedBatch:
+def head_sizes(heads: str) -> tuple[int, int, int]:
+    """Query heads, KV heads, head size."""
+    n_heads, n_kv_heads, head_dim = map(int, heads.replace("/", "x").split("x"))
+    return n_heads, n_kv_heads, head_dim
+
+
+def every_slot(n_blocks: int) -> RaggedBatch:
     """One row that fills ``n_blocks`` from the first."""
     n = n_blocks * BLOCK_SIZE
     tables, first = torch.arange(n_blocks, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)

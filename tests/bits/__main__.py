@@ -80,7 +80,7 @@ def main() -> int:
             ]  # fmt: skip
             table.add_row(model, name, verdict, *(figures or [""] * 8), f"{seconds:.0f}")
             console.print(f"{model}, {name}: {verdict}, {seconds:.0f} s", highlight=False)
-    console.print(table)
+    Console(width=max(console.width, 140)).print(table)  # whole, also in a log
     return int(failed)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headwater.kernels import GroupBatch, KVLayout, LayerKV, RaggedBatch, TorchOps
+from headwater.kernels import GroupBatch, LayerKV, RaggedBatch, TorchOps
+from headwater.kernels.int8_ref import quantize_rows
 from headwater.kernels.layout import Pages
+from headwater.kernels.native_attention import NativeAttention
+
+AttentionOps = TorchOps | NativeAttention
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return self.d**-0.5
+        return float(self.d**-0.5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,14 @@ class Row:
     q: Tensor
     k: Tensor
     v: Tensor
+
+
+def as_stored(row: Row, kv_dtype: torch.dtype) -> Row:
+    """Its K and V as they come out of a store in ``kv_dtype``."""
+    if kv_dtype is not torch.int8:
+        return row
+    k, v = (values.double() * scale for values, scale in map(quantize_rows, (row.k, row.v)))
+    return Row(row.q, k, v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,15 +107,6 @@ def attend(
     return list(torch.split(out, [part.end - part.begin for part in parts]))
 
 
-class AttentionOps(Protocol):
-    """The part of Ops that is under test here."""
-
-    dtype: torch.dtype
-    kv_layout: Callable[..., KVLayout]
-    rope_and_write: Callable[..., Tensor]
-    attention: Callable[..., Tensor]
-
-
 def poison(pages: Pages) -> None:
     """No slot holds a number."""
     for part in (pages.k, pages.v, pages.k_scale, pages.v_scale):
@@ -124,7 +126,9 @@ def paged_batch(
     tables: Sequence[list[int]], first_blocks: Sequence[int], ranges: Sequence[tuple[int, int]], size: int
 ) -> RaggedBatch:
     """Rows with new tokens begin .. end - 1 (``ranges``), in one group of blocks of ``size``."""
-    slots, positions, query_start = [], [], [0]
+    slots: list[int] = []
+    positions: list[int] = []
+    query_start = [0]
     for table, first, (begin, end) in zip(tables, first_blocks, ranges, strict=True):
         slots += [table[p // size - first] * size + p % size for p in range(begin, end)]
         positions += range(begin, end)

@@ -7,7 +7,7 @@ import torch
 
 from headwater.kernels import GroupBatch, RaggedBatch
 from headwater.kernels.tiles import TilePlanner, padded_size, tile_positions
-from tests.kernels.paged import Part, Row, Shape, attend, make_row, naive
+from tests.kernels.paged import Part, Row, Shape, as_stored, attend, make_row, naive
 
 BF16, F32 = torch.bfloat16, torch.float32
 SHAPES = {
@@ -39,6 +39,17 @@ def test_equals_dense_attention_in_float64_over_fragmented_poisoned_pages(shape:
             expected = naive(shape, part.row, position)
             error = (out[position - part.begin].double() - expected).abs().max()
             # bf16: weights and results are rounded to 8 bits, relative to the largest value around
+            assert error <= (1e-2 if dtype is BF16 else 5e-6) * max(1.0, float(expected.abs().max()))
+
+
+@each_dtype
+def test_int8_kv_is_quantised_on_write_and_widened_on_read(dtype: torch.dtype) -> None:
+    shape = SHAPES["gqa-128-window-30"]
+    parts = [Part(make_row(shape, end, seed=end, dtype=dtype), begin, end) for begin, end in [(0, 5), (90, 130)]]
+    for part, out in zip(parts, attend(shape, parts, dtype, kv_dtype=torch.int8), strict=True):
+        for position in (part.begin, part.end - 1):
+            expected = naive(shape, as_stored(part.row, torch.int8), position)
+            error = (out[position - part.begin].double() - expected).abs().max()
             assert error <= (1e-2 if dtype is BF16 else 5e-6) * max(1.0, float(expected.abs().max()))
 
 

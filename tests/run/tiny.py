@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from headwater.kernels import Ops, TorchOps
+from headwater.kernels.ops import LayerWeights
 from headwater.model.decoder import Model, OuterWeights
-from headwater.model.layers import DecoderLayer, LayerWeights, rope_table
+from headwater.model.layers import DecoderLayer, rope_table
 from headwater.model.spec import ModelSpec, RopeSpec
 from headwater.run.memory import plan_groups
 from headwater.run.runner import LogitsObserver, Runner

@@ -1,4 +1,4 @@
-"""A text for a model to read while its int8 weights are made: what its products read then decides how they are rounded."""
+"""A text for a model to read while its int8 weights are made: they are rounded by what the products read then."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ class FastOps:
         self.rope_and_write = ops.rope_and_write
         self.attention = ops.attention
         self.gated_act = ops.gated_act
+        self.stack = ops.stack
         self._library_wins: dict[tuple[int, int, torch.dtype], tuple[bool, ...]] = {}
 
     @property

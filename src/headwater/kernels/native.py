@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,8 @@ from headwater.kernels.layout import KVLayout, LayerKV, PlainLayout
 from headwater.kernels.native_attention import NativeAttention
 from headwater.kernels.native_linear import NativeInt8Linear, NativeLinear
 from headwater.kernels.native_rowwise import NativeRowwise
-from headwater.kernels.ops import HeadNorms, Int8Weight, Linear, RaggedBatch
+from headwater.kernels.native_stack import NativeStack, can_stack
+from headwater.kernels.ops import HeadNorms, Int8Weight, LayerParts, Linear, RaggedBatch
 from headwater.kernels.pages import Arena
 from headwater.kernels.torch_ref import TorchOps
 
@@ -58,6 +61,11 @@ class NativeOps:
     ) -> Linear:
         out = self.dtype if out_dtype is None else out_dtype
         return NativeInt8Linear(self.library, weight, bias, self.dtype, out, self._arena)
+
+    def stack(self, layers: Sequence[LayerParts], final_norm: Tensor) -> NativeStack | None:
+        if not can_stack(self.dtype, layers):
+            return None
+        return NativeStack(self.library, self.dtype, self._attention, layers, final_norm)
 
     def rope_and_write(
         self,

@@ -101,7 +101,15 @@ class NativeAttention:
             (None, None, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
         )
         self._rope(
-            _address(kv), prepared.address, qkv.data_ptr(), n_heads, cos.data_ptr(), sin.data_ptr(), q_norm, k_norm, eps
+            address_of(kv),
+            prepared.address,
+            qkv.data_ptr(),
+            n_heads,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            q_norm,
+            k_norm,
+            eps,
         )
         n, width = qkv.shape
         d = kv.layout.head_dim
@@ -121,16 +129,19 @@ class NativeAttention:
         row, head, element = q.stride()
         if head != d or element != 1:
             q, row = q.contiguous(), n_heads * d
+        prepared, plan = self.step_of(batch, kv, n_heads, window)
+        out = torch.empty((n, n_heads, d), dtype=self.dtype)
+        self._attention(address_of(kv), prepared, plan, q.data_ptr(), row, out.data_ptr(), scale, softcap or 0.0)
+        return out
+
+    def step_of(self, batch: RaggedBatch, kv: LayerKV, n_heads: int, window: int | None) -> tuple[int, int]:
+        """Addresses of the step's ``hw::Step`` for the layer's group, and of its ``Plan``; they live with the batch."""
         prepared = batch.prepared.get(("native", kv.group)) or _prepare(batch, kv.group)
         key = ("native", kv.group, n_heads, window)
         plan = batch.prepared.get(key)
         if plan is None:
             plan = batch.prepared[key] = self._make_plan(prepared, n_heads, kv, window)
-        out = torch.empty((n, n_heads, d), dtype=self.dtype)
-        self._attention(
-            _address(kv), prepared.address, plan.address, q.data_ptr(), row, out.data_ptr(), scale, softcap or 0.0
-        )
-        return out
+        return prepared.address, plan.address
 
     def _make_plan(self, prepared: _Prepared, n_heads: int, kv: LayerKV, window: int | None) -> _Plan:
         address: Any = self._plan(
@@ -145,7 +156,7 @@ class NativeAttention:
         return _Plan(address, self._free)
 
 
-def _address(kv: LayerKV) -> int:
+def address_of(kv: LayerKV) -> int:
     pages = kv.pages
     if not isinstance(pages, PanelPages):
         raise ConfigError("the native attention reads a store in its own layout: allocate it with its kv_layout()")

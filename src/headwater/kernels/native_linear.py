@@ -98,6 +98,11 @@ class _Panels:
         self._size = dtype.itemsize
 
     @property
+    def address(self) -> int:
+        """Of the ``struct Linear``, as long as this object lives."""
+        return self._at
+
+    @property
     def bytes(self) -> int:
         """What the packed weight takes, and a product of few rows reads."""
         return sum(part.numel() * part.itemsize for part in (self._panels, *self._columns))

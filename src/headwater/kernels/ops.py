@@ -8,6 +8,7 @@ too: they are written first).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -91,6 +92,50 @@ class RaggedBatch:
         return len(self.context_len)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's packed products and its norms (float32, what is multiplied).
+
+    ``qkv`` gives q, k and v side by side, ``gate_up`` gate and up. ``head_norms`` is None without qk_norm, the
+    post norms without post_norms.
+    """
+
+    attn_norm: Tensor
+    qkv: Linear
+    o: Linear
+    ffn_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    head_norms: HeadNorms | None = None
+    post_attn_norm: Tensor | None = None
+    post_ffn_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """All that a layer is. ``cos``, ``sin`` and ``window`` as in ``rope_and_write`` and ``attention``, ``act`` as in
+    ``gated_act``."""
+
+    weights: LayerWeights
+    cos: Tensor
+    sin: Tensor
+    n_heads: int
+    head_dim: int
+    act: str
+    norm_eps: float
+    attn_scale: float
+    window: int | None
+
+
+class LayerStack(Protocol):
+    """All layers of a model in one call, with the bits that their operations have one by one."""
+
+    def run(self, h: Tensor, residual: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """From the first layer's normed input h and the residual, both contiguous [n, d_model] and overwritten, to
+        the output of the tokens at ``batch.logits_at`` (ascending), normed: [n_sampled, d_model]."""
+        ...
+
+
 class Ops(Protocol):
     """dtype of activations is the compute dtype (bf16 or float32) unless said otherwise."""
 
@@ -164,4 +209,8 @@ class Ops(Protocol):
 
     def gated_act(self, gate_up: Tensor, kind: str) -> Tensor:
         """[n, 2f] -> [n, f]: act(first half) * second half; ``kind`` is "silu" or "gelu_tanh"."""
+        ...
+
+    def stack(self, layers: Sequence[LayerParts], final_norm: Tensor) -> LayerStack | None:
+        """The layers as one call; None where these operations have none."""
         ...

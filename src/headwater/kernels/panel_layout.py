@@ -24,6 +24,11 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float32)
 
 
+def stores_heads_of(head_dim: int) -> bool:
+    """Whether the native attention takes heads of that size."""
+    return head_dim % 32 == 0 and 32 <= head_dim <= MAX_HEAD_DIM
+
+
 class Store(ctypes.Structure):
     """``hw::Store``: one layer."""
 
@@ -65,7 +70,7 @@ class PanelLayout:
     v_order: Tensor = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.head_dim % 32 or not 32 <= self.head_dim <= MAX_HEAD_DIM:
+        if not stores_heads_of(self.head_dim):
             raise ConfigError(
                 f"the native attention takes heads of 32, 64, ... {MAX_HEAD_DIM} elements, not {self.head_dim}: "
                 "the PyTorch operations serve this model"

@@ -7,7 +7,7 @@ layers as far as the library allows (``linear.py``; the probe says how far).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from headwater.errors import ConfigError
 from headwater.kernels.int8_ref import Int8Linear, quantize_rows
 from headwater.kernels.layout import LayerKV, PlainLayout
 from headwater.kernels.linear import PackedLinear
-from headwater.kernels.ops import HeadNorms, Int8Weight, RaggedBatch
+from headwater.kernels.ops import HeadNorms, Int8Weight, LayerParts, RaggedBatch
 from headwater.kernels.tiles import SPLIT, TileCall, TilePlan, TilePlanner
 
 GRAIN = 32768
@@ -131,6 +131,9 @@ class TorchOps:
             plan = TilePlanner(batch, group, n_heads, n_kv_heads, window, self.dtype).plan()
             batch.prepared[key] = plan
         return plan
+
+    def stack(self, layers: Sequence[LayerParts], final_norm: Tensor) -> None:
+        return None
 
     def gated_act(self, gate_up: Tensor, kind: str) -> Tensor:
         return _whole_rows(_ACTS[kind], gate_up, gate_up.shape[1] // 2)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from headwater.kernels.ops import Linear, Ops
+from headwater.kernels.ops import LayerWeights, Linear, Ops
 from headwater.model.decoder import Model, OuterWeights
-from headwater.model.layers import DecoderLayer, LayerWeights, rope_table
+from headwater.model.layers import DecoderLayer, rope_table
 from headwater.model.progress import Progress
 from headwater.model.spec import ModelSpec
 from headwater.model.tensors import LayerTensors, M, OuterTensors

@@ -87,8 +87,7 @@ class Calibration:
         (pages,) = layout.allocate(1, self._batch.groups[0].block_tables.numel())
         h = ops.rms_norm(self._residual, weights.attn_norm, spec.norm_eps)
         heads = layer.attend(h, self._batch, LayerKV(pages, 0, layout))
-        out, residual = layer.finish(heads, self._residual)
-        self._residual = out + residual
+        _, self._residual = layer.finish(heads, self._residual, weights.ffn_norm)  # which norm comes next is no matter
         self._n_layers += 1
         return watched.map(lambda product: product.moments)
 

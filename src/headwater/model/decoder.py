@@ -43,6 +43,8 @@ class Model:
         self.layers = tuple(layers)
         self.weights_digest = weights_digest
         self._outer = outer
+        self.stack = ops.stack([layer.parts for layer in layers], outer.final_norm)
+        """All layers in one call where the operations can, with the same bits; None: one by one."""
         # Rounded to the compute dtype before it multiplies, as Transformers does.
         self._embed_scale = None if spec.embed_scale is None else torch.tensor(spec.embed_scale, dtype=ops.dtype)
 
@@ -63,17 +65,26 @@ class Model:
         if self._embed_scale is not None:
             residual = residual * self._embed_scale
         h = ops.rms_norm(residual, self.layers[0].weights.attn_norm, spec.norm_eps)
+        if self.stack is None:
+            h = self._one_by_one(h, residual, batch, kv)
+        else:
+            h = self.stack.run(h, residual, batch, kv)
+        if not len(h):
+            return torch.empty((0, spec.vocab_size), dtype=torch.float32)
+        logits = self._outer.head(h)
+        if spec.logit_softcap is not None:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
+
+    def _one_by_one(self, h: Tensor, residual: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """What ``LayerStack.run`` does, operation by operation."""
         for i, layer in enumerate(self.layers):
             heads = layer.attend(h, batch, kv[i])
             if layer is self.layers[-1]:
                 # Nothing after the last layer's attention mixes rows: go on with those that are sampled.
                 heads, residual = heads[batch.logits_at], residual[batch.logits_at]
                 if not len(heads):
-                    return torch.empty((0, spec.vocab_size), dtype=torch.float32)
-            out, residual = layer.finish(heads, residual)
+                    return residual
             following = self._outer.final_norm if layer is self.layers[-1] else self.layers[i + 1].weights.attn_norm
-            h, residual = ops.add_rms_norm(out, residual, following, spec.norm_eps)
-        logits = self._outer.head(h)
-        if spec.logit_softcap is not None:
-            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
-        return logits
+            h, residual = layer.finish(heads, residual, following)
+        return h

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.layout import LayerKV
-from headwater.kernels.ops import HeadNorms, Linear, Ops, RaggedBatch
+from headwater.kernels.ops import LayerParts, LayerWeights, Ops, RaggedBatch
 from headwater.model.spec import ModelSpec, RopeSpec
 
 
@@ -49,25 +49,6 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     return torch.where((wavelength >= longest_kept) & (wavelength <= shortest_divided), blended, divided)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer's packed products and its norms (float32, what is multiplied).
-
-    ``qkv`` gives q, k and v side by side, ``gate_up`` gate and up. ``head_norms`` is None without qk_norm, the
-    post norms without post_norms.
-    """
-
-    attn_norm: Tensor
-    qkv: Linear
-    o: Linear
-    ffn_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    head_norms: HeadNorms | None = None
-    post_attn_norm: Tensor | None = None
-    post_ffn_norm: Tensor | None = None
-
-
 class DecoderLayer:
     """Attention and MLP of one layer. Activations are [n, d_model] in the compute dtype."""
 
@@ -77,6 +58,21 @@ class DecoderLayer:
         self.weights = weights
         self.rope = rope
         self.ops = ops
+
+    @property
+    def parts(self) -> LayerParts:
+        spec = self.spec
+        return LayerParts(
+            self.weights,
+            self.rope.cos,
+            self.rope.sin,
+            spec.n_heads,
+            spec.head_dim,
+            spec.act,
+            spec.norm_eps,
+            spec.attn_scale,
+            self.window,
+        )
 
     def attend(self, h: Tensor, batch: RaggedBatch, kv: LayerKV) -> Tensor:
         """Normed input to heads' outputs [n, n_heads * head_dim]; writes this layer's K and V."""
@@ -94,8 +90,8 @@ class DecoderLayer:
         out = ops.attention(q, batch, kv, scale=spec.attn_scale, window=self.window)
         return out.reshape(n, spec.q_size)
 
-    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """From the heads' outputs on, any subset of rows: (what joins the residual next, residual)."""
+    def finish(self, heads: Tensor, residual: Tensor, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """From the heads' outputs on, any subset of rows: the next input, normed by ``next_norm``, and the residual."""
         weights, ops, eps = self.weights, self.ops, self.spec.norm_eps
         attended = weights.o(heads)
         if weights.post_attn_norm is not None:
@@ -104,4 +100,4 @@ class DecoderLayer:
         out = weights.down(ops.gated_act(weights.gate_up(h), self.spec.act))
         if weights.post_ffn_norm is not None:
             out = ops.rms_norm(out, weights.post_ffn_norm, eps)
-        return out, residual
+        return ops.add_rms_norm(out, residual, next_norm, eps)

@@ -113,14 +113,20 @@ void add_tiles(Rows a, const int32_t* panel, int64_t n_dwords, int32_t* sums, bo
     amx::load<0>(sums, PITCH), amx::load<1>(sums + 16, PITCH);
     if (TWO) amx::load<2>(lower, PITCH), amx::load<3>(lower + 16, PITCH);
   }
+  alignas(64) int32_t near[STEP * COLUMNS];
   for (int64_t d = 0; d < n_dwords; d += STEP, panel += STEP * COLUMNS) {
+    // Few rows are bound by memory: vectors read it ahead and in order, which a tile does not (30 against 37 GB/s).
     if (!TWO)
-      for (int line = 0; line < 2 * STEP; line++) __builtin_prefetch((const char*)panel + AHEAD + 64 * line, 0, 2);
+      for (int i = 0; i < STEP * COLUMNS; i += LANES) {
+        __builtin_prefetch((const char*)(panel + i) + AHEAD, 0, 2);
+        store((float*)near + i, load((const float*)panel + i));
+      }
+    const int32_t* b = TWO ? panel : near;
     if (TWO) amx::load_once<4>(a.first + 4 * d, a.stride);
     else amx::load<4>(a.first + 4 * d, a.stride);  // few rows: they stay, and panels pass
-    amx::load<6>(panel, PITCH);
+    amx::load<6>(b, PITCH);
     Kind::template dot_tiles<0, 4, 6>();
-    amx::load<7>(panel + 16, PITCH);
+    amx::load<7>(b + 16, PITCH);
     Kind::template dot_tiles<1, 4, 7>();
     if (TWO) {
       amx::load_once<5>(a[16] + 4 * d, a.stride);
