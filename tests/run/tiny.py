@@ -71,7 +71,7 @@ def make_model(spec: ModelSpec, dtype: torch.dtype) -> Model:
         layers.append(DecoderLayer(spec, i, weights, table, ops))
     embed = weight(spec.vocab_size, spec.d_model).to(dtype) * 8
     head = ops.pack_linear(weight(VOCAB, spec.d_model), out_dtype=torch.float32)
-    return Model(spec, ops, OuterWeights(embed, norm(), head), layers, b"\0" * 32)
+    return Model(spec, ops, OuterWeights(ops.embedding(embed, None), norm(), head), layers, b"\0" * 32)
 
 
 class Seen(LogitsObserver):

@@ -34,6 +34,7 @@ def real(model_file: Callable[[str], Path]) -> Iterator[Server]:
     command = [sys.executable, "-m", "headwater", "serve", str(model_file(MODEL)), "--port", "0"]
     command += ["--served-model-name", MODEL, "--max-model-len", str(LIMIT), "--max-num-batched-tokens", str(CHUNK)]
     command += ["--kv-cache-memory-bytes", "256MiB", "--threads", "1"]
+    command += ["--no-partial-reuse"]  # the article counts in whole blocks
     with launched(command, ready=r"^Serving on (http\S+)") as server:
         yield server
         assert server.stderr() == "" or "loading" in server.stderr()

@@ -52,6 +52,7 @@ class FastOps:
         self.attention = ops.attention
         self.gated_act = ops.gated_act
         self.stack = ops.stack
+        self.embedding = ops.embedding
         self._library_wins: dict[tuple[int, int, torch.dtype], tuple[bool, ...]] = {}
 
     @property

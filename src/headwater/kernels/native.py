@@ -14,7 +14,7 @@ from headwater.kernels.native_attention import NativeAttention
 from headwater.kernels.native_linear import NativeInt8Linear, NativeLinear
 from headwater.kernels.native_rowwise import NativeRowwise
 from headwater.kernels.native_stack import NativeStack, can_stack
-from headwater.kernels.ops import HeadNorms, Int8Weight, LayerParts, Linear, RaggedBatch
+from headwater.kernels.ops import Embedding, HeadNorms, Int8Weight, LayerParts, Linear, RaggedBatch
 from headwater.kernels.pages import Arena
 from headwater.kernels.torch_ref import TorchOps
 
@@ -61,6 +61,9 @@ class NativeOps:
     ) -> Linear:
         out = self.dtype if out_dtype is None else out_dtype
         return NativeInt8Linear(self.library, weight, bias, self.dtype, out, self._arena)
+
+    def embedding(self, weight: Tensor, head: Linear | None) -> Embedding:
+        return head.rows if isinstance(head, NativeLinear) else weight.__getitem__
 
     def stack(self, layers: Sequence[LayerParts], final_norm: Tensor) -> NativeStack | None:
         if not can_stack(self.dtype, layers):

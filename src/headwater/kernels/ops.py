@@ -8,7 +8,7 @@ too: they are written first).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -26,6 +26,10 @@ class Linear(Protocol):
     dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+Embedding = Callable[[Tensor], Tensor]
+"""Token ids int64 [n] -> [n, d_model] in the compute dtype, in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,11 @@ class Ops(Protocol):
         self, weight: Int8Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Linear:
         """The same for a weight in int8; what goes in and comes out is in the compute dtype all the same."""
+        ...
+
+    def embedding(self, weight: Tensor, head: Linear | None) -> Embedding:
+        """Rows of ``weight`` [vocab_size, d_model] (in the compute dtype) by token id. ``head`` is the product that was
+        packed from this very weight, if there is one: the look-up may read that, so that the weight is kept once."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,7 +17,7 @@ from headwater.errors import ConfigError
 from headwater.kernels.int8_ref import Int8Linear, quantize_rows
 from headwater.kernels.layout import LayerKV, PlainLayout
 from headwater.kernels.linear import PackedLinear
-from headwater.kernels.ops import HeadNorms, Int8Weight, LayerParts, RaggedBatch
+from headwater.kernels.ops import Embedding, HeadNorms, Int8Weight, LayerParts, Linear, RaggedBatch
 from headwater.kernels.tiles import SPLIT, TileCall, TilePlan, TilePlanner
 
 GRAIN = 32768
@@ -57,6 +57,9 @@ class TorchOps:
         self, weight: Int8Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Int8Linear:
         return Int8Linear(weight, bias, self.dtype, self.dtype if out_dtype is None else out_dtype)
+
+    def embedding(self, weight: Tensor, head: Linear | None) -> Embedding:
+        return weight.__getitem__
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -12,7 +12,7 @@ from headwater.model.decoder import Model, OuterWeights
 from headwater.model.layers import DecoderLayer, rope_table
 from headwater.model.progress import Progress
 from headwater.model.spec import ModelSpec
-from headwater.model.tensors import LayerTensors, M, OuterTensors
+from headwater.model.tensors import LayerTensors, M, Matrix, OuterTensors
 
 Pack = Callable[[M, "torch.dtype | None"], Linear]
 """A product, and the dtype of what it gives (None: the compute dtype), packed."""
@@ -44,7 +44,9 @@ class Assembler:
             weights = packed(layer, pack)
             decoder.append(DecoderLayer(spec, i, weights, tables[spec.layer_ropes[i]], self.ops))
         progress("loading weights", 1.0)
-        return Model(spec, self.ops, OuterWeights(outer.embed, outer.final_norm, head), decoder, weights_digest)
+        is_tied = isinstance(outer.head, Matrix) and outer.head.weight is outer.embed
+        embed = self.ops.embedding(outer.embed, head if is_tied else None)
+        return Model(spec, self.ops, OuterWeights(embed, outer.final_norm, head), decoder, weights_digest)
 
 
 def packed(layer: LayerTensors[M], pack: Pack[M]) -> LayerWeights:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.layout import LayerKV
-from headwater.kernels.ops import Linear, Ops, RaggedBatch
+from headwater.kernels.ops import Embedding, Linear, Ops, RaggedBatch
 from headwater.model.layers import DecoderLayer
 from headwater.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class OuterWeights:
-    """What lies around the layers: ``embed`` [vocab_size, d_model] in the compute dtype, ``final_norm``
+    """What lies around the layers: ``embed`` looks token ids up, ``final_norm``
     float32 [d_model], ``head`` [n, d_model] -> float32 [n, vocab_size]."""
 
-    embed: Tensor
+    embed: Embedding
     final_norm: Tensor
     head: Linear
 
@@ -61,7 +61,7 @@ class Model:
         ``kv[i]`` is layer i's store; the K and V of all the batch's tokens are in it afterwards.
         """
         spec, ops = self.spec, self.ops
-        residual = self._outer.embed[batch.token_ids]
+        residual = self._outer.embed(batch.token_ids)
         if self._embed_scale is not None:
             residual = residual * self._embed_scale
         h = ops.rms_norm(residual, self.layers[0].weights.attn_norm, spec.norm_eps)
