@@ -32,7 +32,9 @@ def test_a_signal_stops_an_idle_server_cleanly(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_whole_process_group_and_is_clean() -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_process_group_is_clean(signal_number: int) -> None:
+    """Ctrl-C in a terminal, or a service manager."""
     process = subprocess.Popen(
         fake_command("step_ms=5"),
         cwd=ROOT,
@@ -45,7 +47,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_whole_process_group_and_is_clean() -> 
         assert process.stdout is not None
         assert process.stdout.readline().startswith("ready")
         (engine,) = children(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal_number)
         _, stderr = process.communicate(timeout=8)
         assert (process.returncode, stderr) == (0, "")
         assert not exists(engine)

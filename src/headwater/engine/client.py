@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -50,6 +51,14 @@ ENGINE_THREADS = {"GOMP_SPINCOUNT": "5000", "TOKENIZERS_PARALLELISM": "false", "
 other before they sleep, and no threads besides them. libgomp's own 300,000 spins made a decode step 10 times slower
 on a machine whose cores other processes used too; an idle machine does not notice. The tokenizer and numpy would
 each start a thread per core."""
+
+
+def leave_signals_to_the_front() -> None:
+    """In the new process, before the engine begins: Ctrl-C in a terminal and a service manager's SIGTERM reach every
+    process of the server; the front alone heeds them, and then stops the engine in order."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+
 
 SOCKET_PATH_BYTES = 100
 """Unix limits the path of a socket to 104 (macOS) or 108 bytes, the closing zero included."""
@@ -101,12 +110,11 @@ class EngineClient:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(address)
-        # A session of its own: Ctrl-C in a terminal reaches the front only, which then stops the engine in order.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "headwater.engine.process", address, core),
             stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            preexec_fn=leave_signals_to_the_front,
             env={**ENGINE_THREADS, **os.environ},
         )
         client = cls(process, socket, folder)
