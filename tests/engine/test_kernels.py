@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater import LLM, ConfigError, SamplingParams
+from headwater.config import default_cache_dir
 from headwater.errors import KernelError
 from headwater.kernels.cpu.build import build
 from tests.e2e.models import plain_model, write_folder
@@ -21,9 +22,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache_dir(request: pytest.FixtureRequest) -> Path:
-    """A cache folder in which the portable kernels are compiled."""
-    kernels = request.config.cache.mkdir("kernels")
+def cache_dir() -> Path:
+    """The user's cache folder, in which the portable kernels are compiled now."""
+    kernels = default_cache_dir() / "kernels"
     try:
         build("portable", kernels)
     except KernelError as error:

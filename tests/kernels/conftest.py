@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from headwater.config import default_cache_dir
 from headwater.errors import KernelError
 from headwater.kernels.cpu.build import build
 from headwater.kernels.cpu.library import Library
@@ -11,9 +12,9 @@ from headwater.kernels.cpu.variants import VARIANTS, obstacle
 
 
 @pytest.fixture(scope="session")
-def load_variant(request: pytest.FixtureRequest) -> Callable[[str], Library]:
-    """Loads a variant, compiled once and kept between runs; skips where this machine cannot run or compile it."""
-    folder = request.config.cache.mkdir("kernels")
+def load_variant() -> Callable[[str], Library]:
+    """Loads a variant, compiled once and kept where the engine keeps them; skips where it cannot be run or compiled."""
+    folder = default_cache_dir() / "kernels"
     loaded: dict[str, Library] = {}
 
     def load(variant: str) -> Library:

@@ -178,7 +178,7 @@ def test_without_a_compiler_pytorch_serves_and_a_line_says_so(folder: Path) -> N
     ops = make_ops(torch.float32, kernels="auto", folder=folder)
     assert type(ops).__name__ == "TorchOps"
     (note,) = ops.notes
-    assert "no C++ compiler is found" in note and "install" in note and "twice as long" in note
+    assert "no C++ compiler is found" in note and "install" in note and "several times as long" in note
 
 
 @pytest.mark.usefixtures("without_compiler")

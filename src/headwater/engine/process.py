@@ -10,6 +10,7 @@ once and on every platform, that nobody is left to serve, and exits rather than 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import logging
@@ -185,6 +186,14 @@ def read_config() -> EngineConfig:
     return msgspec.json.decode(bytes(line), type=EngineConfig)
 
 
+def give_back_freed_memory() -> None:
+    """What loading used and freed goes back to the system, where the C library has a call for that (glibc's
+    ``malloc_trim``): it would count as the process's for ever."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def serve_engine(socket: zmq.Socket[bytes], factory: str, config: EngineConfig) -> int:
     """Load, then loop. Returns the exit status; every failure was told to the front before."""
 
@@ -194,6 +203,7 @@ def serve_engine(socket: zmq.Socket[bytes], factory: str, config: EngineConfig) 
     try:
         core = resolve_factory(factory)(config, lambda what, fraction: tell(Loading(what, fraction)))
         gc.collect()
+        give_back_freed_memory()
         gc.freeze()  # what was loaded stays: a full collection need not walk it, in the middle of a step, ever again
         EngineLoop(core, socket).run()
     except HeadwaterError as error:  # a known fault: its message says all

@@ -15,7 +15,7 @@ from headwater.kernels.native import NativeOps
 from headwater.kernels.ops import Ops
 from headwater.kernels.torch_ref import TorchOps
 
-PRICE = "PyTorch's kernels serve instead: decoding takes about twice as long"
+PRICE = "PyTorch's kernels serve instead: decoding takes several times as long"
 
 
 def make_ops(

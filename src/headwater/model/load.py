@@ -19,7 +19,7 @@ from headwater.model.progress import Progress, silent
 from headwater.model.quantize import RECIPE, Int8Matrix, Quantizer
 from headwater.model.quantized_file import QuantizedFile
 from headwater.model.spec import ModelSpec
-from headwater.model.tensors import Matrix, TensorReader
+from headwater.model.tensors import Matrix, OuterTensors, TensorReader
 from headwater.model.weights.open import open_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -81,7 +81,10 @@ def load_model(
         made = quantizer.model(reader, sequences or random_sequences(spec), progress)
         if kept.write(made):
             made = kept.read() or made  # memory-mapped, as at every later start
-    return assembler.model(made.outer, made.layers, _packs_int8(ops), digest, progress)
+    # What is not packed is copied: a single tensor would keep all pages of the mapped file in memory.
+    outer = OuterTensors(made.outer.embed.clone(), made.outer.final_norm.clone(), made.outer.head)
+    made_layers = (layer.with_own_norms() for layer in made.layers)
+    return assembler.model(outer, made_layers, _packs_int8(ops), digest, progress)
 
 
 def _kept(cache_dir: Path, digest: bytes, scheme: str, spec: ModelSpec, dtype: torch.dtype) -> QuantizedFile:

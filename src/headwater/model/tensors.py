@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -42,6 +42,22 @@ class LayerTensors(Generic[M]):
     head_norms: HeadNorms | None = None
     post_attn_norm: Tensor | None = None
     post_ffn_norm: Tensor | None = None
+
+    def with_own_norms(self) -> LayerTensors[M]:
+        """The same layer with copies of its norms."""
+
+        def own(norm: Tensor | None) -> Tensor | None:
+            return None if norm is None else norm.clone()
+
+        norms = self.head_norms
+        return replace(
+            self,
+            attn_norm=self.attn_norm.clone(),
+            ffn_norm=self.ffn_norm.clone(),
+            head_norms=None if norms is None else HeadNorms(norms.q.clone(), norms.k.clone(), norms.eps),
+            post_attn_norm=own(self.post_attn_norm),
+            post_ffn_norm=own(self.post_ffn_norm),
+        )
 
     def map(self, f: Callable[[M], N]) -> LayerTensors[N]:
         """The same layer with ``f`` of each product."""
