@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headwater.cli import main
+from headwater.engine.threads import ENGINE_THREADS, settle_threads
 from tests.e2e.models import plain_model, write_folder
 
 SMALL = ["--max-model-len", "256", "--num-blocks", "96", "--dtype", "float32", "--repeats", "1"]
@@ -34,3 +35,11 @@ def test_a_case_that_does_not_fit_says_so(tmp_path: Path, capsys: pytest.Capture
 def test_no_case_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "--only", "nonsense"]) == 1
     assert "no case has 'nonsense' in its name; there are: decode, 1 row at 128 tokens" in capsys.readouterr().err
+
+
+def test_threads_are_settled_before_torch_is_loaded_and_the_user_has_the_last_word() -> None:
+    environment = {"GOMP_SPINCOUNT": "7"}
+    settle_threads(environment)
+    assert environment.pop("GOMP_SPINCOUNT") == "7"
+    settle_threads(environment)
+    assert environment == ENGINE_THREADS

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from headwater.cli import bench, demo, models
 from headwater.config import KERNELS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from headwater.engine.options import OPTIONS, Option
+from headwater.engine.threads import settle_threads
 
 Number = TypeVar("Number", int, float)
 
@@ -177,6 +178,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _eval_perplexity(arguments: argparse.Namespace) -> int:
+    settle_threads(os.environ)
     from headwater.cli import eval as evaluate  # here: it needs torch
 
     return evaluate.perplexity(arguments)

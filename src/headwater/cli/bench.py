@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from headwater.cli.loading import LoadingBar
 from headwater.config import ModelConfig
 from headwater.engine.options import OPTIONS, engine_config
+from headwater.engine.threads import settle_threads
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ BAR = 40
 
 def step(arguments: argparse.Namespace) -> int:
     """Load a model in this process, drive it through the cases, and show where the time of a step goes."""
+    settle_threads(os.environ)
     from headwater.engine.breakdown import CASES, StepBench  # here: it imports torch
     from headwater.engine.build import build_engine
 

@@ -34,6 +34,7 @@ from headwater.engine.messages import (
     Submit,
     ToEngine,
 )
+from headwater.engine.threads import ENGINE_THREADS
 from headwater.errors import EngineDead, EngineError
 from headwater.types import RequestId
 
@@ -45,12 +46,6 @@ LAST_WORDS_S = 0.5
 
 EXIT_S = 5.0
 """How long a process that was told to stop may take before it is killed."""
-
-ENGINE_THREADS = {"GOMP_SPINCOUNT": "5000", "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
-"""Unless the user's environment says otherwise: how long (in spins, some 200 us) the kernels' threads wait for each
-other before they sleep, and no threads besides them. libgomp's own 300,000 spins made a decode step 10 times slower
-on a machine whose cores other processes used too; an idle machine does not notice. The tokenizer and numpy would
-each start a thread per core."""
 
 
 def leave_signals_to_the_front() -> None:
