@@ -7,7 +7,7 @@ from importlib import resources
 from headwater.text.tokenizer import Tokenizer
 
 SAMPLE = "as-you-like-it.txt"
-N_SEQUENCES = 6
+N_SEQUENCES = 14
 SEQUENCE_TOKENS = 512
 
 

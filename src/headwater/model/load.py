@@ -81,8 +81,9 @@ def load_model(
         made = quantizer.model(reader, sequences or random_sequences(spec), progress)
         if kept.write(made):
             made = kept.read() or made  # memory-mapped, as at every later start
-    # What is not packed is copied: a single tensor would keep all pages of the mapped file in memory.
-    outer = OuterTensors(made.outer.embed.clone(), made.outer.final_norm.clone(), made.outer.head)
+    # Norms are copied, or a page of the file would be mapped for each. The embedding stays in the file: only those of
+    # its pages come into memory whose rows are looked up.
+    outer = OuterTensors(made.outer.embed, made.outer.final_norm.clone(), made.outer.head)
     made_layers = (layer.with_own_norms() for layer in made.layers)
     return assembler.model(outer, made_layers, _packs_int8(ops), digest, progress)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal
 
-import torch
 from torch import Tensor
 
 from headwater.errors import ConfigError
@@ -24,7 +23,7 @@ from headwater.model.rounding import rounded
 from headwater.model.spec import ModelSpec
 from headwater.model.tensors import LayerTensors, M, Matrix, OuterTensors, TensorReader
 
-RECIPE = 1
+RECIPE = 2
 """Counts the ways in which this file and those it uses have made weights: files of another count are made again."""
 ACTIVATIONS: dict[str, Literal["int8", "compute"]] = {"w8a8": "int8", "w8a16": "compute"}
 
@@ -42,7 +41,7 @@ class ModelTensors(Generic[M]):
     """All of a model."""
 
     outer: OuterTensors[M]
-    layers: tuple[LayerTensors[M], ...]
+    layers: Sequence[LayerTensors[M]]
 
 
 class Quantizer:
@@ -63,8 +62,8 @@ class Quantizer:
     ) -> ModelTensors[Int8Matrix]:
         """Everything that ``reader`` (of float32) reads; ``embed`` stays in the compute dtype. ``sequences`` of token
         ids are what the model is run on."""
-        spec, rewriter = self._spec, Rewriter.of(self._spec)
-        embed = rewriter.embed(reader.embed()).to(self._ops.dtype)
+        spec, rewriter = self._spec, Rewriter(self._spec)
+        embed = reader.embed().to(self._ops.dtype)
         calibration = Calibration(spec, self._ops, embed, sequences)
         layers = []
         for i in range(spec.n_layers):
@@ -72,8 +71,8 @@ class Quantizer:
             layer = rewriter.layer(reader.layer(i))
             layers.append(self._int8_layer(layer, calibration.layer(layer)))
         progress("quantising weights", spec.n_layers / (spec.n_layers + 1))
-        ones, head = torch.ones(spec.d_model), rewriter.head(reader.head(), reader.final_norm())
-        outer = OuterTensors(embed, ones, self._int8(head, calibration.head(ones, head.hadamard)))
+        norm, head = reader.final_norm(), rewriter.head(reader.head())
+        outer = OuterTensors(embed, norm, self._int8(head, calibration.head(norm, head.hadamard)))
         progress("quantising weights", 1.0)
         return ModelTensors(outer, tuple(layers))
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import safetensors
+import numpy as np
+import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -29,6 +31,10 @@ from headwater.model.tensors import LayerTensors, OuterTensors
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 22
+MAX_HEADER_BYTES = 1 << 26
+ABANDONED_S = 86_400.0
+DTYPES = {"I8": torch.int8, "F32": torch.float32, "BF16": torch.bfloat16}
+"""By their names in safetensors."""
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 NORMS = ("attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm")
 
@@ -42,18 +48,17 @@ class QuantizedFile:
         self._spec = spec
 
     def read(self) -> ModelTensors[Int8Matrix] | None:
-        """The model, its tensors memory-mapped; None, with a line in the log, if the file is not what it should be, and
-        None if there is none."""
+        """The model, its tensors memory-mapped. None if there is no file, or, with a line in the log, if it is not what
+        was kept there."""
         if not self.path.exists():
             return None
         try:
-            with safetensors.safe_open(self.path, framework="pt") as handle:
-                metadata = handle.metadata() or {}
-                problem = self._problem(metadata)
-                if problem is None:
-                    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
-                    return _model(tensors, json.loads(metadata["hadamard"]), metadata["activations"], self._spec)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            with open(self.path, "rb") as file:
+                header = _Header.of(file)
+                problem = self._problem(file, header)
+            if problem is None:
+                return _model(_Mapped(self.path, header), self._spec)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         logger.warning("%s is not what was kept there (%s): it is made again", self.path, problem)
         return None
@@ -68,12 +73,10 @@ class QuantizedFile:
             "activations": model.outer.head.weight.activations,
             "digests": json.dumps({name: _digest_of(tensor) for name, tensor in tensors.items()}),
         }
-        temporary: Path | None = None
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-            os.close(descriptor)
-            temporary = Path(name)
+            self._remove_abandoned()
             save_file(tensors, temporary, metadata)
             with open(temporary, "rb") as written:
                 os.fsync(written.fileno())
@@ -82,34 +85,83 @@ class QuantizedFile:
             logger.warning(
                 "%s: the int8 weights cannot be kept (%s): the next start makes them again", self.path, error
             )
-            if temporary is not None:
-                with suppress(OSError):
-                    temporary.unlink()
+            with suppress(OSError):
+                temporary.unlink()
             return False
         return True
 
-    def _problem(self, metadata: Mapping[str, str]) -> str | None:
+    def _remove_abandoned(self) -> None:
+        """What a process that was killed while it wrote has left."""
+        for file in self.path.parent.glob(f".{self.path.name}.*"):
+            if time.time() - file.stat().st_mtime > ABANDONED_S:
+                file.unlink(missing_ok=True)
+
+    def _problem(self, file: BinaryIO, header: _Header) -> str | None:
         """What is wrong with the file, as a phrase. Every byte of every tensor is read, but not kept in memory."""
         for key, value in self._identity.items():
-            if metadata.get(key) != value:
-                return f"{key} is {metadata.get(key)!r:.80}, expected {value!r}"
-        digests = json.loads(metadata["digests"])
-        with open(self.path, "rb") as file:
-            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            begin = file.tell()
-            header.pop("__metadata__", None)
-            if header.keys() != digests.keys():
-                return "other tensors than were kept"
-            for name, entry in header.items():
-                first, end = entry["data_offsets"]
-                file.seek(begin + first)
-                described = f"{entry['dtype']} {entry['shape']}"
-                if digests[name] != _digest(_chunks(file, end - first), described):
-                    return f"tensor {name} has changed"
+            if header.metadata.get(key) != value:
+                return f"{key} is {header.metadata.get(key)!r:.80}, expected {value!r}"
+        digests = json.loads(header.metadata["digests"])
+        if header.entries.keys() != digests.keys():
+            return "other tensors than were kept"
+        for name, entry in header.entries.items():
+            file.seek(entry.begin)
+            if digests[name] != _digest(_chunks(file, entry.n_bytes), f"{entry.dtype} {list(entry.shape)}"):
+                return f"tensor {name} has changed"
         return None
 
 
-def _chunks(file: Any, n_bytes: int) -> Iterator[bytes]:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of the file; ``begin`` counts from the file's first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """A safetensors file's: its length in 8 bytes, then JSON."""
+
+    metadata: Mapping[str, str]
+    entries: Mapping[str, _Entry]
+
+    @classmethod
+    def of(cls, file: BinaryIO) -> _Header:
+        """ValueError, KeyError or TypeError if it is none."""
+        length = int.from_bytes(file.read(8), "little")
+        parsed: dict[str, Any] = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
+        start = file.tell()
+        metadata = parsed.pop("__metadata__", {})
+        entries = {}
+        for name, entry in parsed.items():
+            first, end = entry["data_offsets"]
+            entries[name] = _Entry(entry["dtype"], tuple(entry["shape"]), start + first, end - first)
+        return cls(metadata, entries)
+
+
+class _Mapped:
+    """The tensors of a file, each mapped when it is asked for and unmapped when nobody holds it any more."""
+
+    def __init__(self, path: Path, header: _Header) -> None:
+        self._path = path
+        self._entries = header.entries
+        self.metadata = header.metadata
+
+    def __getitem__(self, name: str) -> Tensor:
+        """KeyError for a tensor that is not there."""
+        entry = self._entries[name]
+        # Mode c: pages are the file's own until somebody writes, which nobody does.
+        data = np.memmap(self._path, np.uint8, "c", entry.begin, (entry.n_bytes,))
+        return torch.from_numpy(data).view(DTYPES[entry.dtype]).view(entry.shape)
+
+    def get(self, name: str) -> Tensor | None:
+        return self[name] if name in self._entries else None
+
+
+def _chunks(file: BinaryIO, n_bytes: int) -> Iterator[bytes]:
     while n_bytes > 0:
         chunk = file.read(min(CHUNK_BYTES, n_bytes))
         if not chunk:
@@ -125,15 +177,10 @@ def _digest(chunks: Iterator[bytes] | list[Any], described: str) -> str:
     return whole.hexdigest()
 
 
-DTYPES = {"torch.int8": "I8", "torch.float32": "F32", "torch.bfloat16": "BF16"}
-"""As safetensors writes them."""
-
-
 def _digest_of(tensor: Tensor) -> str:
-    import torch
-
+    names = {dtype: name for name, dtype in DTYPES.items()}
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return _digest([data], f"{DTYPES[str(tensor.dtype)]} {list(tensor.shape)}")
+    return _digest([data], f"{names[tensor.dtype]} {list(tensor.shape)}")
 
 
 # ---- names ----------------------------------------------------------------------------------------------
@@ -164,28 +211,45 @@ def _named(model: ModelTensors[Int8Matrix]) -> Iterator[tuple[str, Tensor]]:
             yield f"layers.{i}.k_norm", layer.head_norms.k
 
 
-def _model(
-    tensors: Mapping[str, Tensor], hadamard: Mapping[str, int], activations: Any, spec: ModelSpec
-) -> ModelTensors[Int8Matrix]:
+def _model(tensors: _Mapped, spec: ModelSpec) -> ModelTensors[Int8Matrix]:
     """The tensors in their places. KeyError for one that is missing."""
+    layers = _Layers(tensors, spec)
+    for _ in layers:  # every one is there
+        pass
+    return ModelTensors(OuterTensors(tensors["embed"], tensors["final_norm"], layers.product("head")), layers)
 
-    def product(name: str) -> Int8Matrix:
-        values, scale = tensors[f"{name}.values"], tensors[f"{name}.scale"]
-        return Int8Matrix(Int8Weight(values, scale, activations, hadamard[name]), tensors.get(f"{name}.bias"))
 
-    def layer(at: str) -> LayerTensors[Int8Matrix]:
+class _Layers(Sequence[LayerTensors[Int8Matrix]]):
+    """Layers, mapped anew each time that one is asked for: whoever goes through them holds one at a time."""
+
+    def __init__(self, tensors: _Mapped, spec: ModelSpec) -> None:
+        self._tensors = tensors
+        self._spec = spec
+        self._hadamard: dict[str, int] = json.loads(tensors.metadata["hadamard"])
+        self._activations: Any = tensors.metadata["activations"]
+
+    def __len__(self) -> int:
+        return self._spec.n_layers
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        at, spec, tensors = f"layers.{i}", self._spec, self._tensors
         norms = HeadNorms(tensors[f"{at}.q_norm"], tensors[f"{at}.k_norm"], spec.norm_eps) if spec.qk_norm else None
         return LayerTensors(
             attn_norm=tensors[f"{at}.attn_norm"],
-            qkv=product(f"{at}.qkv"),
-            o=product(f"{at}.o"),
+            qkv=self.product(f"{at}.qkv"),
+            o=self.product(f"{at}.o"),
             ffn_norm=tensors[f"{at}.ffn_norm"],
-            gate_up=product(f"{at}.gate_up"),
-            down=product(f"{at}.down"),
+            gate_up=self.product(f"{at}.gate_up"),
+            down=self.product(f"{at}.down"),
             head_norms=norms,
             post_attn_norm=tensors[f"{at}.post_attn_norm"] if spec.post_norms else None,
             post_ffn_norm=tensors[f"{at}.post_ffn_norm"] if spec.post_norms else None,
         )
 
-    outer = OuterTensors(tensors["embed"], tensors["final_norm"], product("head"))
-    return ModelTensors(outer, tuple(layer(f"layers.{i}") for i in range(spec.n_layers)))
+    def product(self, name: str) -> Int8Matrix:
+        tensors = self._tensors
+        values, scale = tensors[f"{name}.values"], tensors[f"{name}.scale"]
+        weight = Int8Weight(values, scale, self._activations, self._hadamard[name])
+        return Int8Matrix(weight, tensors.get(f"{name}.bias"))
