@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 RequestId = str
 BlockId = int
 """Number of a physical block: the index of its page in the pool."""
+
+Progress = Callable[[str, float], None]
+"""How long work tells how far it is: called with what is being done and the fraction done, 0 to 1."""
+
+
+def silent(what: str, fraction: float) -> None:
+    """A Progress that tells nobody."""
 
 
 class GroupKind(str, Enum):

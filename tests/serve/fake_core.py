@@ -26,9 +26,8 @@ from headwater.engine.messages import (
     Timing,
     Usage,
 )
-from headwater.engine.process import Report
 from headwater.errors import ModelError, NoChatTemplate
-from headwater.types import FinishReason
+from headwater.types import FinishReason, Progress
 
 BLOCK = 16
 EOS = 256
@@ -264,7 +263,7 @@ def settings(model: str) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(model.partition("?")[2]).items()}
 
 
-def build_core(config: EngineConfig, report: Report) -> FakeCore:
+def build_core(config: EngineConfig, report: Progress) -> FakeCore:
     asked = settings(config.model.model)
     report("loading weights", 0.5)
     if "load_s" in asked:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headwater.cli.loading import LoadingBar
-from headwater.config import ModelConfig
-from headwater.engine.options import OPTIONS, engine_config
 from headwater.engine.threads import settle_threads
 from headwater.errors import ConfigError
 
@@ -26,15 +24,15 @@ BAR = 40
 def step(arguments: argparse.Namespace) -> int:
     """Load a model in this process, drive it through the cases, and show where the time of a step goes."""
     settle_threads(os.environ)
-    from headwater.engine.breakdown import CASES, StepBench  # here: it imports torch
+    from headwater.cli.serve import config_of
+    from headwater.engine.breakdown import CASES, StepBench  # here: they import torch, or a web server
     from headwater.engine.build import build_engine
 
     chosen = [case for case in CASES if not arguments.only or arguments.only in case.name]
     if not chosen:
         names = ", ".join(case.name for case in CASES)
         raise ConfigError(f"no case has {arguments.only!r} in its name; there are: {names}")
-    given = {option.name: getattr(arguments, option.name) for option in OPTIONS}
-    config = engine_config(arguments.model or arguments.model_given or ModelConfig().model, given)
+    config = config_of(arguments)
     done = []
     with LoadingBar() as bar:
         built = build_engine(config, bar.report)

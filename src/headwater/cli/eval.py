@@ -16,7 +16,6 @@ from headwater.eval.perplexity import PACKAGED_TEXT, Perplexity, measure_perplex
 
 DTYPE_NAMES = {"bf16": "bfloat16", "f32": "float32"}
 """What people also call them."""
-AGAINST = ("bfloat16", "float32", *DTYPE_NAMES)
 
 
 def perplexity(arguments: argparse.Namespace) -> int:

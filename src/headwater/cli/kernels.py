@@ -12,6 +12,7 @@ from rich.table import Table
 from headwater.cli.loading import LoadingBar
 from headwater.config import ModelConfig
 from headwater.errors import KernelError
+from headwater.kernels.choose import PRICE
 from headwater.kernels.cpu.build import build, compiled_before, library_path
 from headwater.kernels.cpu.compiler import Compiler, find_compiler
 from headwater.kernels.cpu.openmp import torch_openmp
@@ -71,7 +72,7 @@ def info(arguments: argparse.Namespace) -> int:
     ):
         out.print(f"{name:<9} {value}")
     if compiler is None:
-        out.print("Where nothing is compiled and there is no compiler, PyTorch's kernels serve: about twice as slow.")
+        out.print(f"Where nothing is compiled and there is no compiler, {PRICE}.")
     return 0
 
 

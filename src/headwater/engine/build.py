@@ -11,7 +11,6 @@ from headwater.cache.prefix import PrefixCache
 from headwater.config import EngineConfig
 from headwater.engine.core import EngineCore
 from headwater.engine.messages import EngineInfo
-from headwater.engine.process import Report
 from headwater.engine.sample_text import sample_sequences
 from headwater.engine.verify import HitVerifier, n_scratch_blocks
 from headwater.errors import ConfigError
@@ -26,7 +25,7 @@ from headwater.run.runner import LogitsObserver, Runner
 from headwater.run.store import KVStore
 from headwater.sched.scheduler import Scheduler
 from headwater.text.tokenizer import Tokenizer, load_tokenizer
-from headwater.types import GroupSpec, Namespace
+from headwater.types import GroupSpec, Namespace, Progress
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,12 @@ class BuiltEngine:
     model: Model
 
 
-def build_core(config: EngineConfig, report: Report) -> EngineCore:
+def build_core(config: EngineConfig, report: Progress) -> EngineCore:
     """The core alone, as the engine process wants it."""
     return build_engine(config, report).core
 
 
-def build_engine(config: EngineConfig, report: Report, *, observer: LogitsObserver | None = None) -> BuiltEngine:
+def build_engine(config: EngineConfig, report: Progress, *, observer: LogitsObserver | None = None) -> BuiltEngine:
     """Find and load the model, size the KV pool to this machine, and put the engine together.
 
     All in the calling thread; ``report`` is called with what is being done and how far it is, 0 to 1. Raises
@@ -111,7 +110,7 @@ def build_engine(config: EngineConfig, report: Report, *, observer: LogitsObserv
     return BuiltEngine(core, tokenizer, cache, scheduler, runner, model)
 
 
-def _probe(config: EngineConfig, model: Model, report: Report) -> tuple[bool, list[str]]:
+def _probe(config: EngineConfig, model: Model, report: Progress) -> tuple[bool, list[str]]:
     """Whether equal bits may be expected of the products, and what to say of it at start."""
     if config.model.numerics == "fast":
         return False, []  # the operations themselves say so

@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headwater.cache.prefix import PrefixCache
@@ -36,21 +36,25 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
-class VerifyCounts(Protocol):
-    """Blocks of content, since the start (engine/verify.py)."""
+@dataclass(slots=True)
+class VerifyCounts:
+    """In blocks of content (a block in all groups is one), since the start."""
 
-    verified: int
-    differing: int
-    skipped: int
-    dropped: int
-    failed: int
+    verified: int = 0
+    """Computed again and compared, the differing ones included."""
+    differing: int = 0
+    skipped: int = 0
+    """No longer held when their turn came, or something they are computed from was not."""
+    dropped: int = 0
+    """Gave way in the queue."""
+    failed: int = 0
+    """The computation itself failed."""
 
 
 class Verifier(Protocol):
     """Checks hit blocks in idle time, one in each ``work``."""
 
-    @property
-    def counts(self) -> VerifyCounts: ...
+    counts: VerifyCounts
 
     @property
     def pending(self) -> bool: ...

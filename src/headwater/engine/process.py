@@ -42,7 +42,7 @@ from headwater.engine.messages import (
     ToEngine,
 )
 from headwater.errors import HeadwaterError
-from headwater.types import RequestId
+from headwater.types import Progress, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,7 @@ class Core(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-Report = Callable[[str, float], None]
-"""Called while loading with what is being loaded and how far that is, 0 to 1."""
-
-CoreFactory = Callable[[EngineConfig, Report], Core]
+CoreFactory = Callable[[EngineConfig, Progress], Core]
 
 
 class EngineLoop:

@@ -21,12 +21,12 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from headwater.cache.block import Node
 from headwater.cache.lookup import Lookup
 from headwater.cache.prefix import PrefixCache
 from headwater.cache.recheck import Recheck, suspects
+from headwater.engine.core import VerifyCounts
 from headwater.errors import ConfigError, EngineError
 from headwater.run.difference import Difference, differences
 from headwater.run.runner import Runner
@@ -42,21 +42,6 @@ MAX_QUEUED = 1024
 """Blocks that wait to be checked; the oldest give way."""
 ROW = "the check of a hit block"
 """The runner's name for the row; requests have shorter ones."""
-
-
-@dataclass(slots=True)
-class VerifyCounts:
-    """In blocks of content (a block in all groups is one), since the start."""
-
-    verified: int = 0
-    """Computed again and compared, the differing ones included."""
-    differing: int = 0
-    skipped: int = 0
-    """No longer held when their turn came, or something they are computed from was not."""
-    dropped: int = 0
-    """Gave way in the queue."""
-    failed: int = 0
-    """The computation itself failed."""
 
 
 class HitVerifier(Part):

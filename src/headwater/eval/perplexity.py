@@ -6,7 +6,7 @@ Both engines run the same chunks of the same windows side by side, so that only 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -19,10 +19,7 @@ from headwater.engine.build import build_engine
 from headwater.engine.messages import EngineInfo, Submit
 from headwater.errors import BadRequest, ConfigError, EngineError
 from headwater.text.tokenizer import Tokenizer
-from headwater.types import RequestId, SamplingParams
-
-Report = Callable[[str, float], None]
-"""Called with (what is being done, fraction done 0..1)."""
+from headwater.types import Progress, RequestId, SamplingParams
 
 CHUNK_TOKENS = 256
 """Tokens of a step: their logits over the whole vocabulary are held at once, by each engine."""
@@ -72,7 +69,7 @@ def measure_perplexity(
     *,
     n_tokens: int,
     window: int,
-    report: Report,
+    report: Progress,
     against: EngineConfig | None = None,
 ) -> Perplexity:
     """Predict ``n_tokens`` tokens of ``text`` (all, if it has fewer) in windows of ``window`` tokens.
@@ -144,7 +141,7 @@ class _Engine:
 
     every_position = True
 
-    def __init__(self, config: EngineConfig, report: Report) -> None:
+    def __init__(self, config: EngineConfig, report: Progress) -> None:
         built = build_engine(config, report, observer=self)
         self._core = built.core
         self.tokenizer = built.tokenizer

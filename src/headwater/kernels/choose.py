@@ -8,12 +8,12 @@ import torch
 
 from headwater.config import default_cache_dir
 from headwater.errors import ConfigError, KernelError
-from headwater.kernels.cpu.build import Progress, silent
 from headwater.kernels.cpu.library import load_library
 from headwater.kernels.fast import FastOps
 from headwater.kernels.native import NativeOps
 from headwater.kernels.ops import Ops
 from headwater.kernels.torch_ref import TorchOps
+from headwater.types import Progress, silent
 
 PRICE = "PyTorch's kernels serve instead: decoding takes several times as long"
 

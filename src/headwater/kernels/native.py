@@ -43,7 +43,7 @@ class NativeOps:
         try:
             return self._attention.kv_layout(n_kv_heads, head_dim, block_size, kv_dtype)
         except ConfigError as error:
-            if kv_dtype is not None:  # PyTorch's cannot store it either
+            if kv_dtype is not None:  # asked for by name: refused rather than served several times slower
                 raise
             note = f"attention runs in PyTorch, several times slower: {error}"
             if note not in self.notes:

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from headwater.errors import ConfigError
-from headwater.kernels.cpu.library import Library
+from headwater.kernels.cpu.library import SUFFIX, Library
 from headwater.kernels.layout import LayerKV
 from headwater.kernels.ops import HeadNorms, RaggedBatch
 from headwater.kernels.panel_layout import PanelLayout, PanelPages
 
-SUFFIX = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""How the C functions of a dtype end."""
 NO_WINDOW = 2**31 - 1
 """A window that holds every position."""
 

@@ -7,10 +7,7 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from headwater.kernels.cpu.library import Library
-
-SUFFIX = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""How the C functions of a dtype end."""
+from headwater.kernels.cpu.library import SUFFIX, Library
 
 
 class NativeRowwise:

@@ -9,9 +9,9 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from headwater.kernels.cpu.library import Library
+from headwater.kernels.cpu.library import SUFFIX, Library
 from headwater.kernels.layout import LayerKV
-from headwater.kernels.native_attention import SUFFIX, NativeAttention, address_of
+from headwater.kernels.native_attention import NativeAttention, address_of
 from headwater.kernels.native_linear import NativeInt8Linear, NativeLinear
 from headwater.kernels.ops import LayerParts, RaggedBatch
 from headwater.kernels.panel_layout import stores_heads_of
@@ -26,8 +26,8 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in PRODUCTS),
         *((name, c_void_p) for name in ("ffn_norm", "post_attn_norm", "post_ffn_norm", "next_norm")),
         *((name, c_void_p) for name in ("cos", "sin", "q_norm", "k_norm")),
-        *((name, c_int32) for name in ("n_heads", "head_dim", "gelu")),
-        *((name, c_float) for name in ("eps", "head_eps", "scale", "softcap")),
+        *((name, c_int32) for name in ("n_heads", "gelu")),
+        *((name, c_float) for name in ("eps", "head_eps", "scale")),
     )
 
 
@@ -96,12 +96,10 @@ def _layer(parts: LayerParts, next_norm: Tensor) -> _Layer:
         *(getattr(weights, name).address for name in PRODUCTS),
         *(None if tensor is None else tensor.data_ptr() for tensor in (*tensors, *head_norms)),
         parts.n_heads,
-        parts.head_dim,
         parts.act == "gelu_tanh",
         parts.norm_eps,
         0.0 if norms is None else norms.eps,
         parts.attn_scale,
-        0.0,
     )
 
 

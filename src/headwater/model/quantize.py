@@ -17,11 +17,11 @@ from torch import Tensor
 from headwater.errors import ConfigError
 from headwater.kernels.ops import Int8Weight, Ops
 from headwater.model.calibrate import Calibration
-from headwater.model.progress import Progress
 from headwater.model.rotate import Rewriter
 from headwater.model.rounding import rounded
 from headwater.model.spec import ModelSpec
 from headwater.model.tensors import LayerTensors, M, Matrix, OuterTensors, TensorReader
+from headwater.types import Progress
 
 RECIPE = 2
 """Counts the ways in which this file and those it uses have made weights: files of another count are made again."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from headwater.errors import ModelError
 from headwater.model.catalog import CATALOG
-from headwater.model.progress import Progress, silent
 from headwater.model.pull import pull
+from headwater.types import Progress, silent
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("config.json", "generation_config.json", "model*.safetensors", "*.safetensors.index.json")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-QMAX = 127
+from headwater.kernels.int8_ref import QMAX
+
 DAMPING = 0.001
 """Of the mean diagonal, added to it: moments of few tokens are not to be trusted in every direction."""
 BLOCK = 32

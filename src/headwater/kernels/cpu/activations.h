@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <cfloat>
-#include <cstdlib>
-#include <memory>
-#include <new>
 
+#include "buffer.h"
 #include "linear.h"
 
 namespace hw {
@@ -65,28 +63,6 @@ inline float quantize(const float* x, int64_t n, uint8_t* to) {
   return !std::isfinite(top) ? NAN : inverse == 0 ? 0 : top / 127.f;
 }
 
-// What a thread keeps from call to call; its contents are lost where it grows.
-class Scratch {
- public:
-  template <class T>
-  T* get(int64_t n) {
-    size_t bytes = (size_t)round_up(n * (int64_t)sizeof(T), 64);
-    if (bytes > size) {
-      memory.reset(std::aligned_alloc(64, bytes));
-      if (!memory) throw std::bad_alloc();
-      size = bytes;
-    }
-    return (T*)memory.get();
-  }
-
- private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<void, Free> memory;
-  size_t size = 0;
-};
-
 inline int64_t pitch(const Linear& w) { return 4 * dwords(w.product, w.k); }  // bytes of a row of staged activations
 
 // Activations can be multiplied where they lie if nothing is to be done to them and no dword is to be filled up.
@@ -102,9 +78,9 @@ float stage(const Linear& w, const T* x, char* to) {
     std::memset(to + w.k * sizeof(T), 0, pitch(w) - w.k * sizeof(T));
     return 1;
   }
-  static thread_local Scratch memory;
+  static thread_local Buffer<float> memory;
   int64_t n = dwords(w.product, w.k) * elements(w.product);
-  float* wide = memory.get<float>(n);
+  float* wide = memory.of(n);
   int64_t i = 0;
   for (; i + LANES <= w.k; i += LANES) store(wide + i, load(x + i));
   T last[LANES] = {};

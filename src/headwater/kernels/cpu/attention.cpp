@@ -9,10 +9,10 @@
 // Queries that read the same keys (those of a chunk, the heads of a KV head, rows with the same physical blocks) do so
 // together, as rows of one matrix: see attention_plan.
 #include <algorithm>
-#include <new>
 
 #include "attention_plan.h"
 #include "attention_products.h"
+#include "buffer.h"
 
 namespace {
 using namespace hw;
@@ -112,23 +112,6 @@ template <class T> void finish(const float* o, float l, int dim, T* out) {
 }
 
 // ---- one thread's work --------------------------------------------------------------------------------------------------
-
-template <class E> class Buffer {  // grows and stays
- public:
-  E* of(size_t n) {
-    if (n > size) {
-      if (data) ::operator delete(data, std::align_val_t(64));
-      data = (E*)::operator new(n * sizeof(E), std::align_val_t(64));
-      size = n;
-    }
-    return data;
-  }
-  ~Buffer() { if (data) ::operator delete(data, std::align_val_t(64)); }
-
- private:
-  E* data = nullptr;
-  size_t size = 0;
-};
 
 template <class T> struct Scratch {
   Buffer<T> q, k, v;

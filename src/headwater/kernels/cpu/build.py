@@ -17,7 +17,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -25,18 +25,12 @@ from headwater.errors import KernelError
 from headwater.kernels.cpu.compiler import COMMON_FLAGS, Compiler, find_compiler, run_compiler
 from headwater.kernels.cpu.openmp import torch_openmp
 from headwater.kernels.cpu.variants import VARIANTS, Variant
+from headwater.types import Progress, silent
 
 SOURCES = Path(__file__).parent
 WHAT = "compiling the kernels for this CPU, once"
 UNUSED_S = 90 * 86_400.0
 """A library nobody has loaded for so long is of another version, compiler or machine."""
-
-Progress = Callable[[str, float], None]
-"""Called with (what is being done, fraction done 0..1)."""
-
-
-def silent(what: str, fraction: float) -> None:
-    """A Progress that tells nobody."""
 
 
 def build(

@@ -38,8 +38,8 @@ struct Layer {
   const float *ffn_norm, *post_attn_norm, *post_ffn_norm;  // [d_model]; the post norms may be null
   const float* next_norm;                                  // of the next layer's input, or the final one
   const float *cos, *sin, *q_norm, *k_norm;                // as hw_rope takes them
-  int32_t n_heads, head_dim, gelu;
-  float eps, head_eps, scale, softcap;
+  int32_t n_heads, gelu;
+  float eps, head_eps, scale;
 };
 
 struct Place {  // what a layer works on in this step
@@ -54,7 +54,7 @@ void attend(const Layer& l, const Place& place, const T* h, T* qkv, T* heads) {
   typedef Operations<T> ops;
   hw_linear(l.qkv, h, l.qkv->k * sizeof(T), place.step->n_tokens, qkv);
   ops::rope(place.store, place.step, qkv, l.n_heads, l.cos, l.sin, l.q_norm, l.k_norm, l.head_eps);
-  ops::attention(place.store, place.step, place.plan, qkv, l.qkv->n, heads, l.scale, l.softcap);
+  ops::attention(place.store, place.step, place.plan, qkv, l.qkv->n, heads, l.scale, 0);
 }
 
 // heads [n][n_heads * head_dim], residual [n][d_model] -> the next input h, residual. ``scratch``: n rows of

@@ -9,11 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  # first: the kernels then find PyTorch's OpenMP runtime loaded, and share its threads
+import torch  # first: the kernels then find PyTorch's OpenMP runtime loaded, and share its threads
 
 from headwater.errors import KernelError
-from headwater.kernels.cpu.build import Progress, build, silent
+from headwater.kernels.cpu.build import build
 from headwater.kernels.cpu.variants import best_variant, obstacle
+from headwater.types import Progress, silent
+
+SUFFIX = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+"""How the C functions of a compute dtype end."""
 
 
 class Library:

@@ -265,10 +265,11 @@ void multiply(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, in
 // The rows are made ready by all threads, then blocks of them and panels are shared out.
 template <class Kind>
 void run(const Linear& w, const char* x, int64_t row_bytes, int64_t n_rows, void* out) {
-  static thread_local Scratch staged_memory, scale_memory;
+  static thread_local Buffer<char> staged_memory;
+  static thread_local Buffer<float> scale_memory;
   bool staging = !as_they_lie(w);
-  char* staged = staging ? staged_memory.get<char>(n_rows * pitch(w)) : nullptr;
-  float* scales = staging ? scale_memory.get<float>(n_rows) : nullptr;
+  char* staged = staging ? staged_memory.of(n_rows * pitch(w)) : nullptr;
+  float* scales = staging ? scale_memory.of(n_rows) : nullptr;
   Rows rows = staging ? Rows{staged, pitch(w)} : Rows{x, row_bytes};
   Call call{w, rows, scales, n_rows, out};
   int64_t n_panels = (w.n + COLUMNS - 1) / COLUMNS;
