@@ -16,10 +16,13 @@ from urllib.parse import parse_qs
 
 from headwater.config import EngineConfig
 from headwater.engine.messages import (
+    Call,
     Delta,
     EngineInfo,
     EngineStats,
     Outputs,
+    Refused,
+    Reply,
     ResetCache,
     ResetDone,
     Submit,
@@ -136,6 +139,11 @@ class FakeCore:
                     self._count("requests_finished_abort", 1)
                     return True
         return False
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, ResetCache):
+            return self.reset(message)
+        return Refused(message.call_id, f"the fake knows no {type(message).__name__}", "bad_request")
 
     def reset(self, message: ResetCache) -> ResetDone:
         n_busy = sum(self._n_blocks(row) for row in self._running)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -20,6 +21,7 @@ import zmq.asyncio
 from headwater.config import EngineConfig
 from headwater.engine.messages import (
     Abort,
+    Call,
     Delta,
     EngineInfo,
     EngineStats,
@@ -28,6 +30,8 @@ from headwater.engine.messages import (
     Loading,
     Outputs,
     Ready,
+    Refused,
+    Reply,
     ResetCache,
     ResetDone,
     Shutdown,
@@ -35,8 +39,10 @@ from headwater.engine.messages import (
     ToEngine,
 )
 from headwater.engine.threads import ENGINE_THREADS
-from headwater.errors import EngineDead, EngineError
+from headwater.errors import BadRequest, EngineDead, EngineError
 from headwater.types import RequestId
+
+Answer = TypeVar("Answer", bound=Reply)
 
 BUILD_CORE = "headwater.engine.build:build_core"
 """The factory of the real engine core, as the engine process resolves it."""
@@ -76,7 +82,7 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._streams: dict[RequestId, asyncio.Queue[Delta | EngineDead]] = {}
-        self._resets: dict[int, asyncio.Future[ResetDone]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._death: EngineDead | None = None
@@ -157,15 +163,29 @@ class EngineClient:
 
     async def reset_cache(self, *, force: bool = False) -> ResetDone:
         """Forget all cached prefixes. Raises EngineDead when the engine dies."""
+        return await self.call(lambda call_id: ResetCache(call_id, force), ResetDone)
+
+    async def call(self, make: Callable[[int], Call], expected: type[Answer]) -> Answer:
+        """Ask the engine what ``make`` builds with the id that it is given. Raises EngineDead when the engine dies,
+        BadRequest or EngineError when it says that it cannot answer."""
         self._check_alive()
         call_id = next(self._call_ids)
-        answer: asyncio.Future[ResetDone] = asyncio.get_running_loop().create_future()
-        self._resets[call_id] = answer
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
         try:
-            self._send(ResetCache(call_id, force))
-            return await answer
+            self._send(make(call_id))
+            reply = await future
         finally:
-            del self._resets[call_id]
+            del self._calls[call_id]
+        if isinstance(reply, expected):
+            return reply
+        if isinstance(reply, Refused):
+            raise (
+                BadRequest(reply.error)
+                if reply.error_kind in ("bad_request", "never_fits")
+                else EngineError(reply.error)
+            )
+        raise EngineError(f"the engine answered {type(reply).__name__} instead of {expected.__name__}")
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -212,7 +232,7 @@ class EngineClient:
         if self._death is not None:
             raise EngineDead(str(self._death))
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: ToEngine | Call) -> None:
         # Without a high-water mark a PAIR socket takes the message at once; the future matters only when the
         # peer is gone, which _watch reports better.
         sending = asyncio.ensure_future(self._socket.send(self._encoder.encode(message)))
@@ -224,8 +244,8 @@ class EngineClient:
             message = self._decoder.decode(await self._socket.recv())
             if isinstance(message, Outputs):
                 self._take_outputs(message)
-            elif isinstance(message, ResetDone):
-                if (answer := self._resets.get(message.call_id)) is not None and not answer.done():
+            elif isinstance(message, Reply):
+                if (answer := self._calls.get(message.call_id)) is not None and not answer.done():
                     answer.set_result(message)
             elif isinstance(message, Loading):
                 self._on_loading(message)
@@ -259,7 +279,7 @@ class EngineClient:
         self._death = EngineDead(reason)
         for queue in set(self._streams.values()):
             queue.put_nowait(EngineDead(reason))
-        for answer in self._resets.values():
+        for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineDead(reason))
         if not self._ready.done():

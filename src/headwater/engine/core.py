@@ -10,10 +10,21 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from headwater.cache.prefix import PrefixCache
-from headwater.engine.messages import Delta, EngineInfo, EngineStats, Outputs, ResetCache, ResetDone, Submit
+from headwater.engine.messages import (
+    Call,
+    Delta,
+    EngineInfo,
+    EngineStats,
+    Outputs,
+    Refused,
+    Reply,
+    ResetCache,
+    ResetDone,
+    Submit,
+)
 from headwater.engine.request_state import Answer, Piece, RequestState
 from headwater.errors import BadRequest, CacheBusy, HeadwaterError, NeverFits, Overloaded
 from headwater.sched.scheduler import Progress, Scheduler
@@ -91,6 +102,7 @@ class EngineCore:
         self._rng = rng
         self._clock = clock
         self._verifier = verifier
+        self._answers: dict[type[Call], Callable[[Any], Reply]] = {ResetCache: self.reset}
         self._states: dict[RequestId, RequestState] = {}
         self._n_refused = 0
         self._steps: list[tuple[float, float, float]] = []
@@ -124,6 +136,13 @@ class EngineCore:
         """Forget a request, wherever it is; nothing more is said of it. False if it is not (or no longer) here."""
         self._states.pop(request_id, None)
         return self._scheduler.abort(request_id)
+
+    def call(self, message: Call) -> Reply:
+        """Answer a question; one that cannot be answered, with Refused."""
+        try:
+            return self._answers[type(message)](message)
+        except HeadwaterError as refusal:
+            return Refused(message.call_id, str(refusal), kind_of(refusal))
 
     def reset(self, message: ResetCache) -> ResetDone:
         """Forget all cached prefixes. Refused, with the number of busy blocks, while requests run; with ``force`` they
@@ -278,9 +297,13 @@ def verify_counters(counts: VerifyCounts) -> dict[str, float]:
 
 def refusal_delta(request_id: RequestId, refusal: HeadwaterError) -> Delta:
     """The one delta of a request that was refused."""
-    kind = "bad_request"
+    return Delta(request_id, [], "", finish_reason=FinishReason.ERROR, error=str(refusal), error_kind=kind_of(refusal))
+
+
+def kind_of(refusal: HeadwaterError) -> str:
+    """As Delta's ``error_kind``."""
     if isinstance(refusal, NeverFits):
-        kind = "never_fits"
-    elif isinstance(refusal, Overloaded):
-        kind = "overloaded"
-    return Delta(request_id, [], "", finish_reason=FinishReason.ERROR, error=str(refusal), error_kind=kind)
+        return "never_fits"
+    if isinstance(refusal, BadRequest):
+        return "bad_request"
+    return "overloaded" if isinstance(refusal, Overloaded) else "internal"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headwater.engine.checks import check_prompt, check_sampling, check_template_arguments
-from headwater.engine.messages import Delta, EngineInfo, EngineStats, ResetCache, Submit, Usage
+from headwater.engine.messages import Delta, EngineInfo, EngineStats, ResetCache, ResetDone, Submit, Usage
 from headwater.engine.options import engine_config
 from headwater.engine.process import Core
 from headwater.errors import BadRequest, CacheBusy, EngineError, NeverFits
@@ -132,7 +132,9 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were cleared. Raises CacheBusy while requests run."""
-        done = self._live_core().reset(ResetCache(call_id=0))
+        done = self._live_core().call(ResetCache(call_id=0))
+        if not isinstance(done, ResetDone):
+            raise EngineError(f"the engine could not forget its prefixes: {done}")
         if not done.done:
             raise CacheBusy(done.n_busy)
         return done.n_cleared

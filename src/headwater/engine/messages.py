@@ -26,10 +26,15 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_id: RequestId
 
 
-class ResetCache(msgspec.Struct, tag=True, frozen=True):
-    """Forget all cached prefixes. With running requests: refused, or with ``force`` they are preempted."""
+class Call(msgspec.Struct, frozen=True):
+    """A question that the engine answers once, between two steps, with the Reply of the same ``call_id``."""
 
     call_id: int
+
+
+class ResetCache(Call, tag=True, frozen=True):
+    """Forget all cached prefixes. With running requests: refused, or with ``force`` they are preempted."""
+
     force: bool = False
 
 
@@ -137,10 +142,22 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     info: EngineInfo
 
 
-class ResetDone(msgspec.Struct, tag=True, frozen=True):
-    """Answer to ResetCache: done, or refused with the number of busy blocks."""
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a Call."""
 
     call_id: int
+
+
+class Refused(Reply, tag=True, frozen=True):
+    """The call cannot be answered; ``error`` says why, ``error_kind`` as in Delta."""
+
+    error: str
+    error_kind: str
+
+
+class ResetDone(Reply, tag=True, frozen=True):
+    """Answer to ResetCache: done, or refused with the number of busy blocks."""
+
     done: bool
     n_busy: int
     n_cleared: int = 0
@@ -153,4 +170,4 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-FromEngine = Outputs | Loading | Ready | ResetDone | Fatal
+FromEngine = Outputs | Loading | Ready | Refused | ResetDone | Fatal

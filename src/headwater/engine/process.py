@@ -27,6 +27,7 @@ import zmq
 from headwater.config import EngineConfig
 from headwater.engine.messages import (
     Abort,
+    Call,
     Delta,
     EngineInfo,
     EngineStats,
@@ -35,8 +36,7 @@ from headwater.engine.messages import (
     Loading,
     Outputs,
     Ready,
-    ResetCache,
-    ResetDone,
+    Reply,
     Shutdown,
     Submit,
     ToEngine,
@@ -69,7 +69,9 @@ class Core(Protocol):
 
     def abort(self, request_id: RequestId) -> bool: ...
 
-    def reset(self, message: ResetCache) -> ResetDone: ...
+    def call(self, message: Call) -> Reply:
+        """Answer a question; one that cannot be answered, with Refused."""
+        ...
 
     def step(self) -> Outputs: ...
 
@@ -114,7 +116,7 @@ class EngineLoop:
                 self._core.work_idle()
                 self.send(Outputs([], self._core.stats()))
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: FromEngine | Reply) -> None:
         self._socket.send(self._encoder.encode(message))
 
     def _read_inbox(self) -> bool:
@@ -138,10 +140,10 @@ class EngineLoop:
                 self.send(Outputs(refusals, self._core.stats()))
         elif isinstance(message, Abort):
             self._core.abort(message.request_id)
-        elif isinstance(message, ResetCache):
-            done = self._core.reset(message)
+        elif isinstance(message, Call):
+            reply = self._core.call(message)
             self.send(Outputs([], self._core.stats()))  # first: whoever has the answer sees it in the metrics
-            self.send(done)
+            self.send(reply)
         elif isinstance(message, Shutdown):
             self._stopping = True
 
