@@ -111,8 +111,3 @@ def test_probe_looks_at_enough() -> None:
 
 def test_probe_of_nothing() -> None:
     assert probe_row_invariance([]).row_invariant
-
-
-def test_ops_remember_what_they_packed() -> None:
-    ops = TorchOps(F32)
-    assert [ops.pack_linear(weight(8, 16)), ops.pack_linear(weight(9, 16))] == ops.linears

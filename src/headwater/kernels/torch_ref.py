@@ -32,8 +32,6 @@ class TorchOps:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.notes: list[str] = []
-        self.linears: list[PackedLinear] = []
-        """All that were packed, for the probe."""
 
     def kv_layout(
         self, n_kv_heads: int, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
@@ -45,13 +43,11 @@ class TorchOps:
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> PackedLinear:
-        linear = PackedLinear(
+        return PackedLinear(
             weight.to(self.dtype).contiguous(),
             None if bias is None else bias.to(self.dtype),
             self.dtype if out_dtype is None else out_dtype,
         )
-        self.linears.append(linear)
-        return linear
 
     def pack_int8(
         self, weight: Int8Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
