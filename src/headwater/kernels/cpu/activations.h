@@ -11,13 +11,34 @@ namespace hw {
 
 template <int HALF, int... i>
 HW_INLINE vf butterfly(vf v, std::integer_sequence<int, i...>) {
-  constexpr vi SIGNS = {((i & HALF) ? INT32_MIN : 0)...};
-  return vf{v[i ^ HALF]...} + (vf)((vi)v ^ SIGNS);  // lane i: v[i] + its partner, or its partner - v[i]
+  constexpr vf SIGNS = {((i & HALF) ? -1.f : 1.f)...};
+  return fma(v, SIGNS, vf{v[i ^ HALF]...});  // lane i: v[i] + its partner, or its partner - v[i]; rounded once
+}
+
+// LEVELS of the transform, from pairs ``half`` elements apart on, in registers; then times ``scale``.
+template <int LEVELS>
+HW_INLINE void butterflies(float* x, int64_t n, int64_t half, vf scale) {
+  constexpr int VECTORS = 1 << LEVELS;
+  for (int64_t at = 0; at < n; at += half * VECTORS)
+    for (int64_t i = at; i < at + half; i += LANES) {
+      vf v[VECTORS];
+      repeat<VECTORS>([&](auto j) { v[j] = load(x + i + j * half); });
+      repeat<LEVELS>([&](auto level) {
+        repeat<VECTORS>([&](auto j) {
+          constexpr int APART = 1 << level;
+          if constexpr ((j & APART) == 0) {
+            const vf a = v[j], b = v[j + APART];
+            v[j] = a + b, v[j + APART] = a - b;
+          }
+        });
+      });
+      repeat<VECTORS>([&](auto j) { store(x + i + j * half, v[j] * scale); });
+    }
 }
 
 // The orthonormal Walsh-Hadamard transform of pieces of ``size`` (int8_ref.hadamard: the same sums in the same order).
 inline void hadamard(float* x, int64_t n, int64_t size) {
-  vf scale = splat((float)(1 / std::sqrt((double)size)));
+  const vf scale = splat((float)(1 / std::sqrt((double)size))), one = splat(1.f);
   for (int64_t i = 0; i < n; i += LANES) {
     vf v = load(x + i);
     constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
@@ -27,29 +48,30 @@ inline void hadamard(float* x, int64_t n, int64_t size) {
       if (size > 4) v = butterfly<4>(v, lanes);
     if constexpr (LANES > 8)
       if (size > 8) v = butterfly<8>(v, lanes);
-    store(x + i, v);
+    store(x + i, size <= LANES ? v * scale : v);
   }
-  for (int64_t half = LANES; half < size; half *= 2)
-    for (int64_t at = 0; at < n; at += 2 * half)
-      for (int64_t i = at; i < at + half; i += LANES) {
-        vf a = load(x + i), b = load(x + i + half);
-        store(x + i, a + b);
-        store(x + i + half, a - b);
-      }
-  for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i) * scale);
+  for (int64_t half = LANES; half < size;) {
+    const int64_t left = size / half;  // 2 ** levels that are left
+    if (left >= 8) butterflies<3>(x, n, half, left == 8 ? scale : one), half *= 8;
+    else if (left == 4) butterflies<2>(x, n, half, scale), half *= 4;
+    else butterflies<1>(x, n, half, scale), half *= 2;
+  }
 }
 
-// u8 = 128 + x * 127 / max|x|, rounded to nearest, ties to even (int8_ref.quantize_rows); returns max|x| / 127. A row
+// n: a multiple of 64. u8 = 128 + x * 127 / max|x|, rounded to nearest, ties to even (int8_ref.quantize_rows); returns max|x| / 127. A row
 // that is not finite gets the scale NaN, one of (almost) zeros 0.
 inline float quantize(const float* x, int64_t n, uint8_t* to) {
   typedef uint8_t vb __attribute__((vector_size(LANES)));
-  vi tops = {};
-  for (int64_t i = 0; i < n; i += LANES) {
-    vi v = load_as<vi>(x + i) & INT32_MAX;  // the bits of |x| order like |x|, infinity above numbers, NaN above all
-    tops = v > tops ? v : tops;
-  }
+  vi tops[4] = {};
+  for (int64_t i = 0; i < n; i += 4 * LANES)  // n is a multiple of 64
+    repeat<4>([&](auto j) {
+      // The bits of |x| order like |x|, infinity above numbers, NaN above all.
+      const vi v = load_as<vi>(x + i + j * LANES) & INT32_MAX;
+      tops[j] = v > tops[j] ? v : tops[j];
+    });
   int32_t bits = 0;
-  for (int i = 0; i < LANES; i++) bits = std::max(bits, (int32_t)tops[i]);
+  for (const vi& each : tops)
+    for (int i = 0; i < LANES; i++) bits = std::max(bits, (int32_t)each[i]);
   float top;
   std::memcpy(&top, &bits, sizeof top);
   float inverse = 1.f / top * 127.f;  // as PyTorch divides

@@ -56,12 +56,26 @@ template <class T> struct Keys {  // of one split, in panels; those that nobody 
   float k_scale[SPLIT], v_scale[SPLIT];  // int8 only
 };
 
-// f(i, whether all lanes count) for the vectors i .. i + LANES - 1 that hold some of from .. to - 1.
-template <class F> HW_INLINE void vectors(int from, int to, F f) {
-  int i = from / LANES * LANES;
-  if (i < from && i < to) f(i, std::false_type{}), i += LANES;
-  for (; i + LANES <= to; i += LANES) f(i, std::true_type{});
+// f(i, whether all lanes count) for the pairs of vectors i .. i + 2 * LANES - 1 that hold some of from .. to - 1. Pairs and
+// the vectors in them lie at absolute places: what is summed in each of the two does not depend on from and to.
+template <class F> HW_INLINE void pairs(int from, int to, F f) {
+  constexpr int PAIR_LANES = 2 * LANES;
+  int i = from / PAIR_LANES * PAIR_LANES;
+  if (i < from && i < to) f(i, std::false_type{}), i += PAIR_LANES;
+  for (; i + PAIR_LANES <= to; i += PAIR_LANES) f(i, std::true_type{});
   if (i < to) f(i, std::false_type{});
+}
+
+// The greatest of a row's scores from .. to - 1. Four chains side by side: one would wait for each maximum in turn.
+HW_INLINE float greatest(const float* row, int from, int to) {
+  const vf none = splat(-INFINITY);
+  vf most[4] = {none, none, none, none};
+  int i = from / LANES * LANES;
+  if (i < from && i < to) most[0] = only(load(row + i), i, from, to, none), i += LANES;
+  for (; i + 4 * LANES <= to; i += 4 * LANES) repeat<4>([&](auto j) { most[j] = vmax(most[j], load(row + i + j * LANES)); });
+  for (; i + LANES <= to; i += LANES) most[1] = vmax(most[1], load(row + i));
+  if (i < to) most[2] = vmax(most[2], only(load(row + i), i, from, to, none));
+  return top(vmax(vmax(most[0], most[1]), vmax(most[2], most[3])));
 }
 
 // Makes weights (T) of the scores of keys from .. to - 1, in place, and 0 of the others in first .. last - 1, which are
@@ -70,30 +84,32 @@ template <class T, bool INT8>
 Soft weights(float* row, const Keys<T>& keys, float scale, float softcap, int from, int to, int first, int last) {
   float factor = scale * LOG2_E;
   if (INT8 || softcap != 0) {
-    vectors(from, to, [&](int i, auto) {
+    for (int i = from / LANES * LANES; i < to; i += LANES) {
       vf x = load(row + i);
       if (INT8) x = x * load(keys.k_scale + i);
       store(row + i, softcap != 0 ? capped(x * splat(2 * factor / softcap), softcap) : x * splat(factor));
-    });
+    }
     factor = 1;
   }
-  vf most = splat(-INFINITY), total = {};
-  vectors(from, to, [&](int i, auto all) {
-    const vf x = load(row + i);
-    most = vmax(most, all ? x : only(x, i, from, to, splat(-INFINITY)));
-  });
-  const float top_score = top(most) * factor;
+  const float top_score = greatest(row, from, to) * factor;
+  vf total[2] = {};
   T* w = (T*)row;
-  for (int i = first; i + LANES <= from; i += LANES) store(w + i, vf{});
-  vectors(from, to, [&](int i, auto all) {
-    vf p = exp2(fma(load(row + i), splat(factor), splat(-top_score)));
-    if (!all) p = only(p, i, from, to, vf{});
-    total += p;
-    if (INT8) p = p * load(keys.v_scale + i);
-    store(w + i, all || !INT8 ? p : only(p, i, from, to, vf{}));
+  const int begin = from / (2 * LANES) * (2 * LANES), end = (to + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+  for (int i = first; i < begin; i += LANES) store(w + i, vf{});
+  pairs(from, to, [&](int i, auto all) {
+    vf p[2];
+    repeat<2>([&](auto j) {
+      const int at = i + j * LANES;
+      p[j] = exp2<std::is_same_v<T, bf16>>(fma(load(row + at), splat(factor), splat(-top_score)));
+      if (!all) p[j] = only(p[j], at, from, to, vf{});
+      total[j] += p[j];
+      if (INT8) p[j] = p[j] * load(keys.v_scale + at);
+      if (INT8 && !all) p[j] = only(p[j], at, from, to, vf{});
+    });
+    store_pair(w + i, p[0], p[1]);
   });
-  for (int i = (to + LANES - 1) / LANES * LANES; i < last; i += LANES) store(w + i, vf{});
-  return {top_score, sum(total)};
+  for (int i = std::max(begin, end); i < last; i += LANES) store(w + i, vf{});
+  return {top_score, sum(total[0] + total[1])};
 }
 
 // ---- results of splits ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@
 namespace hw {
 
 constexpr int SPLIT = 512;     // keys, at absolute positions: split i holds i * SPLIT .. (i + 1) * SPLIT - 1
-constexpr int MAX_ROWS = 128;  // (query, head) pairs of one KV head in a task, unless one query has more heads
+constexpr int MAX_ROWS = 192;  // (query, head) pairs of one KV head in a task, unless one query has more heads
 
 struct Tile {  // queries of a row, next to each other
   int row, token, position, n;

@@ -24,7 +24,7 @@ constexpr bool AMX = true;
 constexpr bool AMX = false;
 #endif
 constexpr int AMX_ROWS = 32;
-constexpr int BLOCK_ROWS = 192;    // stay in a core's second cache while panels pass: 16 tiles of 12, 6 of 32
+constexpr int BLOCK_ROWS = 256;    // stay in a core's second cache while panels pass: 22 tiles of up to 12, 8 of 32
 constexpr int CHUNK_DWORDS = 288;  // of K of a panel, 36 KB: stay in its first cache while a block of rows passes
 constexpr int WIDEN_DWORDS = 64;   // the same for few rows and an int8 panel that is to be widened first
 constexpr int FEW_ROWS = 4;        // wait for memory, not for sums
@@ -219,16 +219,23 @@ void finish(const Call& call, const int32_t* sums, int64_t row, int64_t n_rows, 
   Out last[AMX_ROWS][COLUMNS];
   int64_t to_pitch = columns == COLUMNS ? w.n : COLUMNS;
   Out* here = columns == COLUMNS ? to : last[0];
-  for (int c = 0; c < COLUMNS; c += LANES) {
-    vf scale = load(w.scale + column + c), bias = load(w.bias + column + c);
-    vi offset = load_as<vi>(w.offset + column + c);
+  for (int c = 0; c < COLUMNS; c += 2 * LANES) {
+    vf scale[2], bias[2];
+    vi offset[2];
+    repeat<2>([&](auto j) {
+      const int64_t at = column + c + j * LANES;
+      scale[j] = load(w.scale + at), bias[j] = load(w.bias + at), offset[j] = load_as<vi>(w.offset + at);
+    });
     for (int64_t r = 0; r < n_rows; r++) {
-      vi sum = load_as<vi>(sums + r * COLUMNS + c);
-      vf v;
-      if constexpr (std::is_same_v<Kind, Int8Kind>)
-        v = __builtin_convertvector(sum - offset, vf) * (splat(call.row_scale[row + r]) * scale);
-      else v = (vf)sum * scale;
-      store(here + r * to_pitch + c, v + bias);
+      vf v[2];
+      repeat<2>([&](auto j) {
+        const vi sum = load_as<vi>(sums + r * COLUMNS + c + j * LANES);
+        if constexpr (std::is_same_v<Kind, Int8Kind>)
+          v[j] = __builtin_convertvector(sum - offset[j], vf) * (splat(call.row_scale[row + r]) * scale[j]);
+        else v[j] = (vf)sum * scale[j];
+        v[j] += bias[j];
+      });
+      store_pair(here + r * to_pitch + c, v[0], v[1]);
     }
   }
   if (columns < COLUMNS)

@@ -89,21 +89,38 @@ HW_INLINE vf load(const float* p) { return load_as<vf>(p); }
 HW_INLINE vf load(const bf16* p) { return widen(load_as<vh>(p)); }
 HW_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 HW_INLINE void store(bf16* p, vf v) { vh h = narrow(v); std::memcpy(p, &h, sizeof h); }
+HW_INLINE void store_pair(float* p, vf a, vf b) { store(p, a), store(p + LANES, b); }
+HW_INLINE void store_pair(bf16* p, vf a, vf b) {
+#if defined(__AVX512BF16__)
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+  std::memcpy(p, &both, sizeof both);
+#else
+  store(p, a), store(p + LANES, b);
+#endif
+}
 
 // ---- functions ----------------------------------------------------------------------------------------
 
 // 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0; what is no number stays so. Relative error below 3e-7.
-HW_INLINE vf exp2(vf x) {
+template <bool SHORT = false> HW_INLINE vf exp2(vf x) {
   x = vmax(splat(-126.f), x);
   vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
   vf shifted = x + magic;
   vf f = x - (shifted - magic);
-  vf p = splat(1.5403530e-4f);
-  p = fma(p, f, splat(1.3333558e-3f));
-  p = fma(p, f, splat(9.6181291e-3f));
-  p = fma(p, f, splat(5.5504109e-2f));
-  p = fma(p, f, splat(2.4022651e-1f));
-  p = fma(p, f, splat(6.9314718e-1f));
+  vf p;
+  if (SHORT) {
+    p = splat(9.5828301e-3f);
+    p = fma(p, f, splat(5.5906400e-2f));
+    p = fma(p, f, splat(2.4024099e-1f));
+    p = fma(p, f, splat(6.9312420e-1f));
+  } else {
+    p = splat(1.5403530e-4f);
+    p = fma(p, f, splat(1.3333558e-3f));
+    p = fma(p, f, splat(9.6181291e-3f));
+    p = fma(p, f, splat(5.5504109e-2f));
+    p = fma(p, f, splat(2.4022651e-1f));
+    p = fma(p, f, splat(6.9314718e-1f));
+  }
   p = fma(p, f, splat(1.f));
   return (vf)((vi)p + ((vi)shifted << 23));
 }
