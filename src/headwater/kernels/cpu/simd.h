@@ -101,7 +101,8 @@ HW_INLINE void store_pair(bf16* p, vf a, vf b) {
 
 // ---- functions ----------------------------------------------------------------------------------------
 
-// 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0; what is no number stays so. Relative error below 3e-7.
+// 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0; what is no number stays so. Relative error below 3e-7;
+// SHORT: 3e-6, for what is rounded to 8 bits next.
 template <bool SHORT = false> HW_INLINE vf exp2(vf x) {
   x = vmax(splat(-126.f), x);
   vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
