@@ -72,7 +72,7 @@ $(VENV)/.created:
 HAS_DEV := $(wildcard $(VENV)/.dev)
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt $(SOURCES) $(HAS_DEV)
-	$(if $(HAS_DEV),,rm -rf build && $(PIP) install -c constraints.txt $(PIP_ARGS) .)
+	$(if $(HAS_DEV),,rm -rf build && $(PIP) install -c constraints.txt $(PIP_ARGS) '.[bench]')
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt

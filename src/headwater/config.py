@@ -15,6 +15,7 @@ KERNELS = ("auto", "torch", "portable", "avx2", "avx512", "avx512bf16", "amx")
 NUMERICS = ("exact", "fast")
 QUANTIZATIONS = ("none", "w8a8", "w8a16")
 KV_DTYPES = ("auto", "int8")
+EVENT_LAYOUTS = ("map", "legacy")
 
 
 def default_cache_dir() -> Path:
@@ -55,6 +56,8 @@ class SchedulerConfig:
     """Requests that may queue; one more is refused with 503."""
     in_flight_wait_s: float = 30.0
     """How long a request may wait for a beginning that another one is computing now; 0: not at all."""
+    explain: bool = True
+    """Keep an account of what each request reused and why no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,42 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """The cache's events as a stream. Endpoints are ZeroMQ addresses, bound by the engine."""
+
+    enabled: bool = False
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str = "tcp://127.0.0.1:5558"
+    topic: str = ""
+    """The first frame of every message."""
+    layout: str = "map"
+    """Of EVENT_LAYOUTS: events as maps, as vLLM sends them since June 2026, or as the arrays of before."""
+    buffer_batches: int = 10_000
+    """Most batches that wait to be sent, that are kept for replays, and that wait for one reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class UiConfig:
+    """The live page."""
+
+    enabled: bool = True
+    redact: bool | None = None
+    """Whether text and token ids of prompts are kept from it and its JSON; None: if there are API keys."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
+    """Where the server listens, and the keys that it knows. Keys and secret appear in no ``repr``."""
+
     host: str = "127.0.0.1"
     port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Each one is a tenant. None, and no admin key: whoever reaches the port is the operator."""
+    admin_key: str | None = field(default=None, repr=False)
+    derive_salts: bool | None = None
+    """Whether each key has cached prefixes of its own; None: with two or more keys, the admin key being one."""
+    salt_secret: bytes | None = field(default=None, repr=False)
+    """What derived salts are made of, besides the key: equal ones bring equal block keys after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +137,4 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)

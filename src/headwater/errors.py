@@ -9,12 +9,14 @@ HeadwaterError
 |-- KernelError         the native kernels cannot be compiled or loaded
 |-- ModelError          a model cannot be found, verified, read or understood
 |   `-- ChecksumError   a downloaded or stored file is not the one expected
+|-- BenchError          a measurement cannot be made, or cannot go on
 |-- CacheError          the cache was asked for something it must refuse
 |   |-- OutOfBlocks     the pool cannot give that many blocks now
 |   |-- DoubleRelease   a reference was given back twice
 |   |-- StaleLookup     the cache changed between a look-up and its claim
 |   |-- CacheBusy       a reset while blocks are in use
 |   `-- AuditError      an invariant does not hold: a bug in Headwater
+|-- EventsError         a stream of KV events cannot be read, or does not answer
 `-- EngineError         the engine failed
     `-- EngineDead      the engine process is gone
 """
@@ -72,6 +74,10 @@ class ChecksumError(ModelError):
     """A file is not the one that was expected."""
 
 
+class BenchError(HeadwaterError):
+    """A measurement cannot be made, or cannot go on: its server, its folder or what it found does not allow it."""
+
+
 class CacheError(HeadwaterError):
     """The cache was asked for something it must refuse; its state is as before."""
 
@@ -103,6 +109,10 @@ class CacheBusy(CacheError):
 
 class AuditError(CacheError):
     """An invariant of the cache does not hold: a bug in Headwater."""
+
+
+class EventsError(HeadwaterError):
+    """A stream of KV events cannot be read: nobody answers, or what comes is not understood."""
 
 
 class EngineError(HeadwaterError):

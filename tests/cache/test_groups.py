@@ -120,7 +120,7 @@ def test_what_one_group_lost_is_remembered_until_it_is_held_again() -> None:
     assert (stop.reason, stop.group, stop.evicted_at, stop.request) == (
         StopReason.GROUP_CANNOT_START, 1, 1.0, "pressure"
     )  # fmt: skip
-    assert stop.describe() == ("group 1 holds too little to start at token 4 (evicted at 1.0 s, for request pressure)")
+    assert stop.describe() == "group 1 holds too little to start at token 4 (evicted at 1.0 s)"
     fill(cache, 8)
     assert hit(cache, span(1, 9)) == 8
     assert not cache.index.partly

@@ -170,6 +170,11 @@ def test_the_model_may_stand_alone_but_not_twice(monkeypatch: pytest.MonkeyPatch
     assert "two models" in fails("serve", "a.gguf", "--model", "b.gguf").stderr
 
 
+def test_accounts_are_not_told_and_left_out_at_once() -> None:
+    error = fails("serve", "no-such-model.gguf", "--explain-usage", "--no-explain").stderr
+    assert "--explain-usage" in error and "--no-explain" in error
+
+
 def test_the_demo_hands_its_options_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWATER_CACHE", raising=False)
     arguments = parse(["demo", "m.gguf", "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "1MiB"])

@@ -90,6 +90,8 @@ class Row:
 
 
 class FakeCore:
+    doorbell = None
+
     def __init__(self, info: EngineInfo, step_s: float, idle_s: float = 0.0) -> None:
         self.info = info
         self._step_s = step_s
@@ -108,6 +110,8 @@ class FakeCore:
     @property
     def idle_work(self) -> bool:
         return self._n_idle > 0
+
+    def close(self) -> None: ...
 
     def work_idle(self) -> None:
         time.sleep(self._idle_s)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwater.cache.block import Holding, Node, Root
 from headwater.cache.key import unit_key
+from headwater.cache.senders import MAX_SENDERS
 from headwater.errors import AuditError
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ def _audit_tree(cache: PrefixCache) -> dict[Node, Root]:
                 _check(len(child.tokens) == 4 * cache.unit, "a node holds no full unit")
                 key = unit_key(cache.hasher, node.key, child.tokens, child.extras)
                 _check(child.key == key, "a node's key is not that of its content")
+                unknown = child.senders - node.senders if node.parent is not None else frozenset()
+                full = len(node.senders) == MAX_SENDERS
+                _check(full or not unknown, "somebody sent a node but not what leads to it")
                 nodes[child] = root
             todo += children
     bucketed: list[Node] = []

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from headwater.cache.key import ChainRoot, TokenChain
     from headwater.cache.partial import Beginning
 
+NOBODY: frozenset[str] = frozenset()
+"""The senders of a node where callers are not told apart."""
+
 
 class Node:
     """Content of one unit after one history: node = (parent node, tokens, extras).
@@ -21,10 +24,14 @@ class Node:
     ``depth`` counts units from the root: the node covers tokens ``(depth - 1) * unit .. depth * unit - 1``.
     ``child`` is the only child; with two or more, ``siblings`` holds them, sorted by (tokens, extras).
     ``alias`` is the next node with the same key: with an honest hash function there is none.
+    ``hits`` counts the requests whose hit ended with this unit.
+    ``senders`` are those who sent this content (cache/senders.py); empty where callers are not told apart.
     A node that was dropped has no parent.
     """
 
-    __slots__ = ("alias", "child", "copies", "depth", "extras", "key", "parent", "siblings", "tokens")
+    __slots__ = (
+        "alias", "child", "copies", "depth", "extras", "hits", "key", "parent", "senders", "siblings", "tokens",
+    )  # fmt: skip
 
     def __init__(self, parent: Node | None, key: bytes, tokens: bytes, extras: bytes | None, depth: int) -> None:
         self.parent = parent
@@ -36,6 +43,8 @@ class Node:
         self.child: Node | None = None
         self.siblings: list[Node] | None = None
         self.alias: Node | None = None
+        self.hits = 0
+        self.senders = NOBODY
 
     @property
     def has_children(self) -> bool:
@@ -133,11 +142,15 @@ class Holding:
     sequence starts with and that no applied step has made yet; each holds a reference on its source.
     """
 
-    __slots__ = ("barred", "beginnings", "chain", "cursor", "n_published", "owner", "released", "tables")
+    __slots__ = ("barred", "beginnings", "chain", "cursor", "n_published", "owner", "released", "sender", "tables")
 
-    def __init__(self, chain: TokenChain, owner: RequestId, tables: tuple[BlockTable, ...], n_published: int) -> None:
+    def __init__(
+        self, chain: TokenChain, owner: RequestId, tables: tuple[BlockTable, ...], n_published: int, sender: str = ""
+    ) -> None:
         self.chain = chain
         self.owner = owner
+        self.sender = sender
+        """Who sent the request; empty where callers are not told apart."""
         self.tables = tables
         self.n_published = n_published
         """Tokens, from the start, whose full units are published (or were found published)."""

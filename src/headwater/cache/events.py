@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
+import msgspec
+
+from headwater.cache.key import TOKEN_BYTES, ChainRoot, token_ids
 from headwater.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(msgspec.Struct, frozen=True, gc=False):
     """The first copy of a block became findable. ``key`` is the cache key; ``parent`` that of the block before
-    it (the chain's root for the first): a reader that knows the keys of a prompt needs no more. The salt
-    is in the keys and nowhere else."""
+    it (the chain's root for the first): a reader that knows the keys of a prompt needs no more. ``chunk`` has its
+    tokens as little-endian uint32. The salt is in the keys and nowhere else: ``root`` is the digest of the namespace,
+    and ``apart`` says that the namespace has a salt or adapters, so that the block is another one than that of the same
+    tokens without. ``extras`` are the encoded ones of the block's units, one after the other; empty if it has none."""
 
     sequence: int
     key: bytes
     parent: bytes
-    tokens: tuple[int, ...]
-    block_size: int
+    chunk: bytes
     group: int
+    root: bytes
+    apart: bool
+    extras: bytes
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return token_ids(self.chunk)
+
+    @property
+    def block_size(self) -> int:
+        return len(self.chunk) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
     """The last copy of a block is gone."""
 
     sequence: int
@@ -31,8 +43,7 @@ class BlockRemoved:
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class AllCleared:
+class AllCleared(msgspec.Struct, frozen=True, gc=False):
     """Everything is gone."""
 
     sequence: int
@@ -60,11 +71,15 @@ class EventLog:
         """What a reader of all events since the start holds now."""
         return set(self._announced)
 
-    def stored(self, key: bytes, parent: bytes, tokens: tuple[int, ...], group: int) -> None:
+    def stored(self, key: bytes, content: tuple[bytes, bytes, bytes], group: int, root: ChainRoot) -> None:
+        """``content``: parent, chunk and extras, as in BlockStored."""
         n = self._announced.get((group, key), 0)
         self._announced[group, key] = n + 1
         if n == 0:
-            self._append(BlockStored(self.next_sequence, key, parent, tokens, len(tokens), group))
+            parent, chunk, extras = content
+            self._append(
+                BlockStored(self.next_sequence, key, parent, chunk, group, root.digest, is_apart(root), extras)
+            )
 
     def removed(self, key: bytes, group: int) -> None:
         n = self._announced.pop((group, key))
@@ -88,3 +103,8 @@ class EventLog:
             self.n_dropped += 1
         self._buffer.append(event)
         self.next_sequence += 1
+
+
+def is_apart(root: ChainRoot) -> bool:
+    """Whether the blocks of this namespace are others than those of the same tokens without salt and adapters."""
+    return root.namespace.salt is not None or bool(root.namespace.adapters)

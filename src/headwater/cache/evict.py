@@ -16,6 +16,8 @@ class Eviction:
 
     when: float
     wanted_by: RequestId
+    sender: str = ""
+    """Who sent that request; empty where callers are not told apart."""
 
 
 class Ghosts:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headwater.cache.block import Holding, Node, Root
-from headwater.cache.events import BlockStored, EventLog
+from headwater.cache.events import BlockStored, EventLog, is_apart
 from headwater.cache.evict import Eviction, Ghosts
 from headwater.cache.group import GroupLayout, Layout
 from headwater.cache.key import TokenChain
 from headwater.cache.pool import BlockPool
+from headwater.cache.senders import Senders
 from headwater.errors import AuditError
-from headwater.types import BlockId, Namespace, RequestId
+from headwater.types import BlockId, Namespace
 
 Family = tuple[bytes, str | None]
 """Weights and salt: the namespaces that differ only in their adapters."""
@@ -30,6 +31,7 @@ class PrefixIndex:
         self.pool = pool
         self.events = events
         self.ghosts = Ghosts(max_ghosts)
+        self.senders = Senders()
         self.roots: dict[Namespace, Root] = {}
         self.by_key: dict[bytes, Node] = {}
         """Nodes by key (roots are found by namespace); equal keys are linked by ``alias``."""
@@ -83,14 +85,14 @@ class PrefixIndex:
             node = node.alias
         return None
 
-    def computing_owner(self, parent: Node | None, chain: TokenChain, i: int) -> RequestId | None:
+    def computing_now(self, parent: Node | None, chain: TokenChain, i: int) -> Holding | None:
         """Who is computing the chain's unit ``i`` after ``parent`` now, by comparison; None if nobody is."""
         if parent is None:
             return None
         for holding in self.computing.get(parent, ()):
             other = holding.chain
             if other is not chain and i < other.n_units and other.same_unit(chain, i):
-                return holding.owner
+                return holding
         return None
 
     def known_elsewhere(self, chain: TokenChain) -> bool:
@@ -137,6 +139,8 @@ class PrefixIndex:
             self._add_copies(group, holding, path, start)
         if not self.layout.every_unit_held:
             self._note_ghosts(path)
+        if holding.sender:
+            self.senders.note(path, holding.sender)
         holding.n_published = n_units * self.layout.unit
         self._forget_cursor(holding, node)
         self.enter(holding, path[-1])
@@ -172,6 +176,7 @@ class PrefixIndex:
         """Every block of ``group`` that ends in ``path`` (units from ``start`` on) becomes a copy of its node."""
         table, ratio = holding.tables[group.index], group.ratio
         nodes, single, ghosts, announce = self.pool.node, self.pool.single, self.ghosts.nodes, self.events.enabled
+        root = holding.chain.root
         # Blocks before table.first slid out before they were published.
         first = max(start // ratio, table.first)
         ends = path[(first + 1) * ratio - 1 - start :: ratio]
@@ -180,7 +185,7 @@ class PrefixIndex:
             nodes[block] = node
             copies = node.copies
             if announce and not any(self.pool.group[copy] == group.index for copy in copies):
-                self.events.stored(node.key, *self._block_content(node, group), group.index)
+                self.events.stored(node.key, self._block_content(node, group), group.index, root)
             if copies:
                 node.copies = (*copies, block)
                 self._free_surplus(node, group)
@@ -216,26 +221,28 @@ class PrefixIndex:
                 ghosts[node] = None
 
     @staticmethod
-    def _block_content(node: Node, group: GroupLayout) -> tuple[bytes, tuple[int, ...]]:
-        """Of the group's block that ends at ``node``: the key of the block before it, and its tokens."""
-        tokens, at = b"", node
+    def _block_content(node: Node, group: GroupLayout) -> tuple[bytes, bytes, bytes]:
+        """Of the group's block that ends at ``node``: the key of the block before it, its tokens and its extras."""
+        tokens, extras, at = b"", b"", node
         for _ in range(group.ratio):
             if at.parent is not None:
-                tokens, at = at.tokens + tokens, at.parent
-        return at.key, token_ids(tokens)
+                tokens, extras, at = at.tokens + tokens, (at.extras or b"") + extras, at.parent
+        return at.key, tokens, extras
 
     def snapshot(self) -> list[BlockStored]:
-        """Everything findable now, parents before children."""
-        found = []
-        nodes: list[Node] = list(self.roots.values())
-        for node in nodes:  # grows as it is read: breadth first
-            nodes += node.children()
-            held = {self.pool.group[block] for block in node.copies}
-            for group in self.layout.reusable:
-                if group.index in held:
-                    parent, tokens = self._block_content(node, group)
-                    sequence = self.events.next_sequence
-                    found.append(BlockStored(sequence, node.key, parent, tokens, len(tokens), group.index))
+        """Everything findable now, parents before children, one branch after the other."""
+        found: list[BlockStored] = []
+        sequence, group_of = self.events.next_sequence, self.pool.group
+        groups = {group.index: group for group in self.layout.reusable}
+        for root in self.roots.values():
+            digest, apart = root.identity.digest, is_apart(root.identity)
+            nodes = root.children()
+            while nodes:
+                node = nodes.pop()
+                nodes += node.children()
+                for index in {group_of[block] for block in node.copies}:
+                    parent, chunk, extras = self._block_content(node, groups[index])
+                    found.append(BlockStored(sequence, node.key, parent, chunk, index, digest, apart, extras))
         return found
 
     # -- forgetting ---------------------------------------------------------------------------------------
@@ -376,8 +383,3 @@ class PrefixIndex:
 
 def _family(namespace: Namespace) -> Family:
     return namespace.weights, namespace.salt
-
-
-def token_ids(chunk: bytes) -> tuple[int, ...]:
-    """Token ids of a chunk (little-endian uint32)."""
-    return tuple(int.from_bytes(chunk[k : k + 4], "little") for k in range(0, len(chunk), 4))

@@ -193,12 +193,16 @@ class TokenChain:
 
     def same_unit(self, other: TokenChain, i: int) -> bool:
         """Whether unit ``i`` (full in both) has the same tokens and extras in ``other``; hashes nothing."""
-        lo, hi = i * self.unit, (i + 1) * self.unit
+        return self.same_units(other, i, i + 1)
+
+    def same_units(self, other: TokenChain, first: int, end: int) -> bool:
+        """``same_unit`` of all units from ``first`` to ``end - 1``, in one comparison."""
+        lo, hi = first * self.unit, end * self.unit
         if self.tokens[lo:hi] != other.tokens[lo:hi]:
             return False
         if self.plain and other.plain:
             return True
-        return unit_extras(self._spans, self.unit, i, i + 1) == unit_extras(other._spans, self.unit, i, i + 1)
+        return unit_extras(self._spans, self.unit, first, end) == unit_extras(other._spans, self.unit, first, end)
 
     @property
     def plain(self) -> bool:
@@ -242,3 +246,8 @@ def _little_endian(tokens: array[int]) -> bytes:
     if sys.byteorder == "big":
         tokens.byteswap()  # a slice: the chain's own tokens stay as they are
     return tokens.tobytes()
+
+
+def token_ids(chunk: bytes) -> tuple[int, ...]:
+    """Token ids of a chunk (little-endian uint32)."""
+    return struct.unpack(f"<{len(chunk) // TOKEN_BYTES}I", chunk)

@@ -8,7 +8,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from headwater.cache.block import Node
+from headwater.cache.evict import Eviction
+from headwater.cache.extras import shared_extras
 from headwater.cache.group import GroupHit, GroupLayout, Layout, copy_for, first_block
+from headwater.cache.key import TOKEN_BYTES
 from headwater.types import RequestId
 
 if TYPE_CHECKING:
@@ -45,21 +48,23 @@ class Stop:
     """EVICTED, and GROUP_CANNOT_START if that group's block was evicted: clock of the cache, seconds."""
     request: RequestId | None = None
     """With ``evicted_at``: the request that needed the block. COMPUTING: the request that computes it now."""
+    sender: str = field(default="", repr=False)
+    """Who sent that request; empty where callers are not told apart."""
     option: str | None = None
     """BYPASSED: by which option."""
     group: int | None = None
     """GROUP_CANNOT_START: which group."""
 
     def describe(self) -> str:
-        """One sentence for people."""
+        """One sentence that anybody may read: it names no other request. ``Account.sentence`` knows its reader."""
         at = f"at token {self.at_token}"
-        evicted = "" if self.evicted_at is None else f" (evicted at {self.evicted_at} s, for request {self.request})"
+        evicted = "" if self.evicted_at is None else f" (evicted at {self.evicted_at} s)"
         return {
             StopReason.NO_RECORD: f"no record of what follows {at}",
             StopReason.DIFFERS: f"differs from what is recorded {at}",
             StopReason.EVICTED: f"no longer held {at}{evicted}",
             StopReason.OTHER_IDENTITY: f"the same tokens are recorded with another adapter or media {at}",
-            StopReason.COMPUTING: f"being computed now by request {self.request} {at}",
+            StopReason.COMPUTING: f"being computed now by another request {at}",
             StopReason.PARTIAL_BLOCK: f"every full block hit; the rest {at} fills no block",
             StopReason.LAST_TOKEN: f"all that can be reused is; the last token must be computed ({at})",
             StopReason.BYPASSED: f"not looked up: bypassed by {self.option}",
@@ -117,12 +122,12 @@ def explain(index: PrefixIndex, chain: TokenChain, path: Sequence[Node], n_hit: 
     at_token = block * group.spec.block_size
     node = group.node_of(path, block)
     for i in range(block * group.ratio, (block + 1) * group.ratio):
-        owner = index.computing_owner(path[i - 1] if i else index.root_of(chain), chain, i)
-        if owner is not None:
-            return Stop(StopReason.COMPUTING, at_token, request=owner)
+        now = index.computing_now(path[i - 1] if i else index.root_of(chain), chain, i)
+        if now is not None:
+            return Stop(StopReason.COMPUTING, at_token, request=now.owner, sender=now.sender)
     eviction = index.ghosts.nodes.get(node)
     if eviction is not None:
-        return Stop(StopReason.EVICTED, at_token, evicted_at=eviction.when, request=eviction.wanted_by)
+        return _evicted(at_token, eviction)
     partly = index.partly.get(node, {}).get(group.index)
     if partly is None:
         return Stop(StopReason.GROUP_CANNOT_START, at_token, group=group.index)
@@ -131,20 +136,48 @@ def explain(index: PrefixIndex, chain: TokenChain, path: Sequence[Node], n_hit: 
         at_token,
         evicted_at=partly.when,
         request=partly.wanted_by,
+        sender=partly.sender,
         group=group.index,
     )
 
 
-def explain_copy(stop: Stop, chain: TokenChain, found: PartialHit) -> Stop:
-    """Why the copy of ``found`` goes no further. ``stop``: why its whole blocks ended."""
+def explain_copy(index: PrefixIndex, stop: Stop, chain: TokenChain, path: Sequence[Node], found: PartialHit) -> Stop:
+    """Why the copy of ``found`` goes no further. ``stop``: why its whole blocks, those of ``path``, ended."""
     n_start = found.n_units * chain.unit + found.n_copy
     if n_start == len(chain) - 1:
         return Stop(StopReason.LAST_TOKEN, n_start)
     if found.n_copy >= chain.unit and stop.at_token != n_start:  # beyond the unit for which the whole blocks ended
         return Stop(StopReason.GROUP_CANNOT_START, n_start, group=found.shortest)
     if stop.reason in (StopReason.LAST_TOKEN, StopReason.PARTIAL_BLOCK):
-        return Stop(StopReason.DIFFERS, n_start)  # a longer beginning of what is left was not found
+        return _not_held(index, chain, path, n_start, found) or Stop(StopReason.DIFFERS, n_start)
     return replace(stop, at_token=n_start)
+
+
+def _not_held(
+    index: PrefixIndex, chain: TokenChain, path: Sequence[Node], n_start: int, found: PartialHit
+) -> Stop | None:
+    """All that is left after ``path`` is recorded, but no block (of a group) holds it; None if it differs."""
+    tail, extras = chain.beginning(len(path))
+    parent = path[-1] if path else index.root_of(chain)
+    node, n_shared = next(parent.nearest(tail), (None, 0)) if parent is not None else (None, 0)
+    if node is None or n_shared * TOKEN_BYTES < len(tail) or shared_extras(node.extras, extras, chain.unit) < n_shared:
+        return None
+    eviction = index.ghosts.nodes.get(node)
+    if eviction is not None:
+        return _evicted(n_start, eviction)
+    return (
+        Stop(StopReason.GROUP_CANNOT_START, n_start, group=found.shortest) if len(index.layout.reusable) > 1 else None
+    )
+
+
+def _evicted(at_token: int, eviction: Eviction) -> Stop:
+    return Stop(
+        StopReason.EVICTED,
+        at_token,
+        evicted_at=eviction.when,
+        request=eviction.wanted_by,
+        sender=eviction.sender,
+    )
 
 
 def _missing_copy(index: PrefixIndex, path: Sequence[Node], n_hit: int) -> tuple[GroupLayout, int] | None:
@@ -170,9 +203,9 @@ def _end_of_path(index: PrefixIndex, chain: TokenChain, path: Sequence[Node]) ->
     at_token = i * index.layout.unit
     parent = path[-1] if path else index.root_of(chain)
     tokens = chain.chunk(i)
-    owner = index.computing_owner(parent, chain, i)
-    if owner is not None:
-        return Stop(StopReason.COMPUTING, at_token, request=owner)
+    now = index.computing_now(parent, chain, i)
+    if now is not None:
+        return Stop(StopReason.COMPUTING, at_token, request=now.owner, sender=now.sender)
     if parent is not None and any(True for _ in parent.with_tokens(tokens)):
         return Stop(StopReason.OTHER_IDENTITY, at_token)
     if not path and index.known_elsewhere(chain):

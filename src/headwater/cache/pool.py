@@ -10,8 +10,9 @@ scans the pool.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from headwater.cache.block import Node
 from headwater.errors import DoubleRelease, OutOfBlocks
@@ -19,10 +20,11 @@ from headwater.types import BlockId
 
 
 class BlockPool:
-    """``n_blocks`` pages of equal bytes, shared by all groups."""
+    """``n_blocks`` pages of equal bytes, shared by all groups. ``clock`` (seconds) tells how long blocks are idle."""
 
-    def __init__(self, n_blocks: int) -> None:
+    def __init__(self, n_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.n_blocks = n_blocks
+        self.clock = clock
         self.refs: list[int] = [0] * n_blocks
         self.node: list[Node | None] = [None] * n_blocks
         """Per block: the content it is published as."""
@@ -32,8 +34,9 @@ class BlockPool:
         """Per block: the group that it was last taken for."""
         self.free: list[BlockId] = list(range(n_blocks - 1, -1, -1))
         """A stack: the last is taken first."""
-        self.evictable: OrderedDict[BlockId, None] = OrderedDict()
-        """The next to be evicted first. (Popping a plain dict from the left costs a scan of what was popped.)"""
+        self.evictable: OrderedDict[BlockId, float] = OrderedDict()
+        """The next to be evicted first, each with when it was given back. (Popping a plain dict from the left costs a
+        scan of what was popped.)"""
         self.fences: dict[int, list[BlockId]] = {}
         """Per step in flight: references that it keeps, in the order in which they were given back."""
         self.fence_refs: dict[BlockId, int] = {}
@@ -86,6 +89,7 @@ class BlockPool:
         if 0 in [refs[block] for block in blocks]:
             without = [block for block in blocks if not refs[block]]
             raise DoubleRelease(f"blocks {without[:8]} have no reference to give back")
+        now = self.clock()
         for block in blocks:
             left = refs[block] - 1
             refs[block] = left
@@ -94,11 +98,11 @@ class BlockPool:
                 if node is None:
                     free.append(block)
                 elif len(node.copies) == 1:
-                    evictable[block] = None
+                    evictable[block] = now
                 else:
-                    self._queue_copy(block, node)
+                    self._queue_copy(block, node, now)
 
-    def _queue_copy(self, block: BlockId, node: Node) -> None:
+    def _queue_copy(self, block: BlockId, node: Node, now: float) -> None:
         """Queue one of several copies. Content needs one place in the LRU order, whatever its copies:
 
         - another copy is in use: that one will stand for the content; this one goes first;
@@ -106,7 +110,7 @@ class BlockPool:
         """
         group, refs, evictable = self.group, self.refs, self.evictable
         others = [copy for copy in node.copies if copy != block and group[copy] == group[block]]
-        evictable[block] = None
+        evictable[block] = now
         if any(refs[copy] for copy in others):
             evictable.move_to_end(block, last=False)
         else:

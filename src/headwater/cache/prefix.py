@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headwater.cache import audit as audits
+from headwater.cache.account import Account, Viewer, account
 from headwater.cache.block import Holding, Node
 from headwater.cache.events import BlockStored, EventLog
 from headwater.cache.evict import Eviction
@@ -154,7 +155,7 @@ class PrefixCache:
             n_tokens,
             n_whole,
             found.tables,
-            explain_copy(stop, chain, found),
+            explain_copy(self.index, stop, chain, path[: found.n_units], found),
             chain,
             path[: found.n_units],
             self.index.epoch,
@@ -171,9 +172,14 @@ class PrefixCache:
         ends = [table.end for table in lookup.tables]
         return self._n_missing(ends, n_tokens) + from_queue <= self.available
 
-    def claim(self, chain: TokenChain, lookup: Lookup, owner: RequestId) -> Holding:
+    def account(self, lookup: Lookup, viewer: Viewer) -> Account:
+        """What there is to say of ``lookup``, made now, to ``viewer``. Changes nothing and counts nothing."""
+        return account(self.index, lookup, viewer, self._clock)
+
+    def claim(self, chain: TokenChain, lookup: Lookup, owner: RequestId, sender: str = "") -> Holding:
         """Take a reference on each block of the hit, and on each that is copied from until that is done, and note
-        that ``owner`` computes what follows the whole blocks.
+        that ``owner`` computes what follows the whole blocks. ``sender``: who sent the request, if callers are told
+        apart.
 
         StaleLookup, and nothing is changed, if a block of the hit has lost its content since the look-up.
         """
@@ -182,11 +188,13 @@ class PrefixCache:
             self.pool.claim(table.blocks)
         self.pool.claim([beginning.source for beginning in lookup.beginnings])
         tables = tuple(BlockTable(table.first, list(table.blocks)) for table in lookup.tables)
-        holding = Holding(chain, owner, tables, lookup.n_hit)
+        holding = Holding(chain, owner, tables, lookup.n_hit, sender)
         holding.beginnings = lookup.beginnings
         self.live[holding] = None
         self.n_logical += holding.n_blocks
         if self._enabled:
+            if sender:
+                self.index.senders.note(lookup.path, sender)
             self.index.enter(holding, lookup.path[-1] if lookup.path else self.index.ensure_root(chain))
             if not self.layout.every_unit_held:
                 self.index.ghosts.touch(lookup.path)
@@ -224,6 +232,8 @@ class PrefixCache:
             counters.query_tokens += lookup.n_tokens
             counters.hit_tokens += lookup.n_hit
             counters.copied_tokens += lookup.n_copy
+            if lookup.path:
+                lookup.path[-1].hits += 1
 
     # -- running ------------------------------------------------------------------------------------------
 
@@ -271,7 +281,7 @@ class PrefixCache:
         taken, evicted = self.pool.take(total)
         if evicted:
             self._counters.evictions += len(evicted)
-            self.index.evict(evicted, Eviction(self._clock(), holding.owner))
+            self.index.evict(evicted, Eviction(self._clock(), holding.owner, holding.sender))
         self.n_logical += total
         group_of, start = self.pool.group, 0
         added = []

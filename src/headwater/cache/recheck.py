@@ -8,7 +8,8 @@ from itertools import islice
 
 from headwater.cache.block import Node, Root
 from headwater.cache.group import GroupHit, longest_hit
-from headwater.cache.index import PrefixIndex, token_ids
+from headwater.cache.index import PrefixIndex
+from headwater.cache.key import token_ids
 from headwater.errors import CacheError
 from headwater.types import BlockId
 

@@ -9,14 +9,24 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from importlib.metadata import version
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from headwater.cli import bench, demo, models
+from headwater.cli import (
+    bench,
+    bench_arguments,
+    demo,
+    events,
+    explain_arguments,
+    key_arguments,
+    models,
+    top,
+    ui_arguments,
+)
+from headwater.cli.numbers import number as _number
+from headwater.cli.numbers import whole as _whole
 from headwater.config import KERNELS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from headwater.engine.options import OPTIONS, Option
 from headwater.engine.threads import settle_threads
-
-Number = TypeVar("Number", int, float)
 
 CACHE_VARIABLE = "HEADWATER_CACHE"
 COMPILER_VARIABLE = "CXX"
@@ -30,6 +40,7 @@ SERVE_EXAMPLES = """examples:
   headwater serve gemma3-270m --max-model-len 4096       another model of the catalogue
   headwater serve ./model.gguf --port 8080               a file; or a Hugging Face folder
   headwater serve --kv-cache-memory-bytes 512MiB --block-size 32
+  HEADWATER_ADMIN_KEY=... headwater serve --host 0.0.0.0 --api-key-file keys.txt
 """
 
 BENCH_EXAMPLES = """examples:
@@ -103,6 +114,14 @@ def make_parser() -> Parser:
     _add_kernels(commands)
     _add_bench(commands)
     _add_eval(commands)
+    about = "print a server's KV events: what its cache stores and removes"
+    events.add_arguments(_command(commands, "events", about, events.run, events.EXAMPLES))
+    about = "say what breaks the common beginning of the requests in a log, without a server"
+    linting = _command(commands, "explain", about, explain_arguments.run, explain_arguments.EXAMPLES)
+    explain_arguments.add_arguments(linting)
+    _add_cache_dir(linting)
+    about = "watch a server's cache: what it holds, what hits, and why not more"
+    ui_arguments.add_top_options(_command(commands, "top", about, top.run, ui_arguments.TOP_EXAMPLES))
     _add_cache_dir(_command(commands, "models", "list the models of the catalogue", models.list_models))
     _command(commands, "version", "show the version", models.show_version)
     return parser
@@ -135,6 +154,10 @@ def _add_serve(parser: Parser) -> None:
     parser.add_argument(
         "--port", type=_whole(0, 65535), default=ServerConfig().port, help="port; 0: any free one (%(default)s)"
     )
+    key_arguments.add_arguments(parser)
+    ui_arguments.add_serve_options(parser)
+    about = "put the account of what was reused, and why no more, into the usage of every answer (when a request asks)"
+    parser.add_argument("--explain-usage", action="store_true", help=about)
     _add_engine_options(parser)
 
 
@@ -145,7 +168,8 @@ def _add_demo(parser: Parser) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    parser: Parser = commands.add_parser("bench", help="measure this engine on this machine", allow_abbrev=False)
+    about = "measure this engine, or what prefix caching buys on any server"
+    parser: Parser = commands.add_parser("bench", help=about, allow_abbrev=False)
     parser.set_defaults(parser=parser)
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     about = (
@@ -157,6 +181,7 @@ def _add_bench(commands: Any) -> None:
     step.add_argument("--only", metavar="TEXT", help="the cases that have this in their name")
     step.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_engine_options(step)
+    bench_arguments.add_commands(kinds, _command)
 
 
 def _add_eval(commands: Any) -> None:
@@ -292,26 +317,3 @@ def amount(text: str) -> int:
     if n_bytes > MAX_BYTES:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_BYTES} bytes")
     return n_bytes
-
-
-def _whole(minimum: float, maximum: float) -> Callable[[str], int]:
-    return _within(int, "whole number", minimum, maximum)
-
-
-def _number(minimum: float, maximum: float) -> Callable[[str], float]:
-    return _within(float, "number", minimum, maximum)
-
-
-def _within(kind: Callable[[str], Number], called: str, minimum: float, maximum: float) -> Callable[[str], Number]:
-    def number(text: str) -> Number:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {called}") from None
-        if not value >= minimum:  # NaN is no number
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
-        if value > maximum:
-            raise argparse.ArgumentTypeError(f"must be at most {maximum}, got {value!r:.40}")
-        return value
-
-    return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from headwater.cli.key_arguments import VARIABLES
 from headwater.engine.options import OPTIONS
 from headwater.errors import EngineError
 
@@ -87,8 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _server(arguments: argparse.Namespace) -> Iterator[str]:
-    """A server process on a free port, stopped at the end; yields its URL."""
-    process = subprocess.Popen(serve_command(arguments), stdout=subprocess.PIPE, text=True)
+    """A server process on a free port, stopped at the end; yields its URL. It has no keys, for this machine only."""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    process = subprocess.Popen(serve_command(arguments), stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield _url_of(process)
     finally:

@@ -6,16 +6,20 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from importlib.metadata import version
 
 from rich.console import Console
 
+from headwater.cli import keys
 from headwater.cli.loading import LoadingBar
+from headwater.cli.ui_arguments import ui_config
 from headwater.config import EngineConfig, ModelConfig
 from headwater.engine.messages import Loading
 from headwater.engine.options import OPTIONS, engine_config
 from headwater.errors import ConfigError
 from headwater.model.resolve import resolve
+from headwater.serve.access import Access
 from headwater.serve.front import Front
 from headwater.serve.run import Announce, bind
 from headwater.serve.run import serve as serve_until_stopped
@@ -34,9 +38,15 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     config = config_of(arguments)
+    if arguments.explain_usage and not config.scheduler.explain:
+        raise ConfigError("--explain-usage tells the accounts that --no-explain leaves out: give one of the two")
+    server = keys.take_server_config(arguments, os.environ, config.model.cache_path)
+    access = Access(server)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread tokenises; the cores are the engine's
     served_name = config.model.served_model_name or config.model.model
-    listening = bind(arguments.host, arguments.port)
+    listening = bind(server.host, server.port)
+    for warning in keys.warnings(arguments, access, listening.getsockname()[0]):
+        print(f"warning: {warning}", file=sys.stderr)
     with LoadingBar() as bar:
 
         def load(loading: Loading) -> None:
@@ -52,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
             listening,
             lambda: load_tokenizer(path),
             served_name=served_name,
+            access=access,
             announce=Announce(load, ready),
+            ui=ui_config(arguments),
+            explain_usage=arguments.explain_usage,
         )
     return 0
 
@@ -73,6 +86,7 @@ def announce(front: Front, url: str) -> None:
         ),
         ("reuse", caching),
         ("steps", f"up to {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens, {threads}"),
+        ("keys", _keys(front.access)),
         *(("note", note) for note in info.notes),
     ]
     out = Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
@@ -80,6 +94,8 @@ def announce(front: Front, url: str) -> None:
     for name, value in rows:
         out.print(f"  {name:<9} {value}")
     out.print(f"\nServing on {url} (Ctrl-C stops).")
+    if front.ui.enabled:
+        out.print(f"Watch the cache on {url}/ui.")
     out.print(f"Try:\n\n{_example(front, url)}\n")
     out.file.flush()
 
@@ -91,7 +107,18 @@ def _example(front: Front, url: str) -> str:
     if front.can_chat:
         path = "chat/completions"
         body = {"model": front.served_name, "messages": [{"role": "user", "content": "What is a headwater?"}]}
-    return f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d {shlex.quote(json.dumps(body))}"
+    key = ' -H "Authorization: Bearer $KEY"' if front.access.guarded else ""
+    sent = f"-H 'Content-Type: application/json'{key}"
+    return f"  curl {url}/v1/{path} {sent} \\\n    -d {shlex.quote(json.dumps(body))}"
+
+
+def _keys(access: Access) -> str:
+    """Who may ask."""
+    if not access.guarded:
+        return "none: whoever reaches the port is the operator (--api-key-file FILE, --admin-key KEY)"
+    operator = "an admin key" if access.has_admin_key else "no admin key: metrics, reset and the page are closed"
+    apart = "cached prefixes of each key apart" if access.derives_salts else "cached prefixes shared by all keys"
+    return f"{_count(access.n_api_keys, 'API key')}, {operator}; {apart}"
 
 
 def _count(n: int, what: str) -> str:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from headwater.cache.events import EventLog
 from headwater.cache.prefix import PrefixCache
 from headwater.config import EngineConfig
 from headwater.engine.core import EngineCore
+from headwater.engine.event_sender import publish_events
 from headwater.engine.messages import EngineInfo
 from headwater.engine.sample_text import sample_sequences
 from headwater.engine.verify import HitVerifier, n_scratch_blocks
@@ -81,13 +83,15 @@ def build_engine(config: EngineConfig, report: Progress, *, observer: LogitsObse
     kv_dtype = torch.int8 if config.cache.kv_dtype == "int8" else None
     layout = ops.kv_layout(model.spec.n_kv_heads, model.spec.head_dim, config.cache.block_size, kv_dtype)
     memory = fit_blocks(model.spec, groups, layout, config.cache, config.scheduler, available_memory())
-    cache = PrefixCache(groups, memory.n_blocks, config=config.cache)
+    events = EventLog(enabled=config.events.enabled)
+    cache = PrefixCache(groups, memory.n_blocks, config=config.cache, events=events)
     n_scratch = n_scratch_blocks(len(groups)) if config.cache.verify_hits else 0
     store = _store(layout, groups, memory, n_scratch)
     runner = Runner(model, store, groups, observer=observer)
     verifier = _verifier(config, cache, runner, store)
     parts = () if verifier is None else (verifier,)
     scheduler = Scheduler(cache, config.scheduler, max_model_len=memory.max_model_len, parts=parts)
+    publisher, told = publish_events(config.events, cache)
     core = EngineCore(
         runner,
         scheduler,
@@ -101,11 +105,12 @@ def build_engine(config: EngineConfig, report: Progress, *, observer: LogitsObse
             scheduler,
             memory,
             row_invariant=row_invariant,
-            notes=[*ops.notes, *probed],
+            notes=[*ops.notes, *probed, *told],
         ),
         namespace=Namespace(model.weights_digest),
         rng=random.Random(config.model.seed),
         verifier=verifier,
+        events=publisher,
     )
     return BuiltEngine(core, tokenizer, cache, scheduler, runner, model)
 
@@ -192,5 +197,6 @@ def _info(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         row_invariant=row_invariant,
+        explain=config.scheduler.explain,
         notes=notes,
     )

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from headwater.cache.prefix import PrefixCache
+from headwater.engine.estimate import StepTimes
+from headwater.engine.explain import SKIP_READING, Explainer
+from headwater.engine.kv_events import EventSink, NoEvents
 from headwater.engine.messages import (
     Call,
     Delta,
@@ -26,6 +29,7 @@ from headwater.engine.messages import (
     Submit,
 )
 from headwater.engine.request_state import Answer, Piece, RequestState
+from headwater.engine.view import View
 from headwater.errors import BadRequest, CacheBusy, HeadwaterError, NeverFits, Overloaded
 from headwater.sched.scheduler import Progress, Scheduler
 from headwater.sched.sequence import Sequence
@@ -36,9 +40,6 @@ from headwater.text.tokenizer import Tokenizer
 from headwater.types import FinishReason, Namespace, RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-SKIP_READING = "skip_reading_prefix_cache"
-"""The option, as its name appears in a look-up's reason, by which a request does not read the cache."""
 
 
 class Runner(Protocol):
@@ -77,7 +78,8 @@ class EngineCore:
     """Glue of scheduler, runner and text.
 
     ``namespace`` is the identity of the model that runs (no salt); a request's salt is added to it. ``rng`` draws
-    seeds for requests that bring none. ``verifier`` is what to do in idle time, if anything.
+    seeds for requests that bring none. ``verifier`` is what to do in idle time, if anything; ``events`` is who is told
+    what became of the cache, after everything that may have changed it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class EngineCore:
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
         verifier: Verifier | None = None,
+        events: EventSink | None = None,
     ) -> None:
         self.info = info
         self._runner = runner
@@ -102,7 +105,14 @@ class EngineCore:
         self._rng = rng
         self._clock = clock
         self._verifier = verifier
-        self._answers: dict[type[Call], Callable[[Any], Reply]] = {ResetCache: self.reset}
+        self._events = NoEvents() if events is None else events
+        self._times = StepTimes(info.max_num_batched_tokens)
+        explainer = Explainer(cache, namespace, info.vocab_size, self._times)
+        self._answers: dict[type[Call], Callable[[Any], Reply]] = {
+            ResetCache: self.reset,
+            **View(cache).answers,
+            **explainer.answers,
+        }
         self._states: dict[RequestId, RequestState] = {}
         self._n_refused = 0
         self._steps: list[tuple[float, float, float]] = []
@@ -115,7 +125,12 @@ class EngineCore:
     @property
     def idle_work(self) -> bool:
         """Is there something for idle time?"""
-        return self._verifier is not None and self._verifier.pending
+        return self._events.pending or (self._verifier is not None and self._verifier.pending)
+
+    @property
+    def doorbell(self) -> int | None:
+        """A file descriptor that can be read when there is something for idle time that was not there before."""
+        return self._events.doorbell
 
     # ---- messages ---------------------------------------------------------------------------------
 
@@ -129,13 +144,15 @@ class EngineCore:
         except (BadRequest, Overloaded) as refusal:
             self._n_refused += 1
             return [refusal_delta(message.request_id, refusal)]
-        self._states[seq.request_id] = RequestState(seq, answer)
+        self._states[seq.request_id] = RequestState(seq, answer, self._times)
         return []
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request, wherever it is; nothing more is said of it. False if it is not (or no longer) here."""
         self._states.pop(request_id, None)
-        return self._scheduler.abort(request_id)
+        found = self._scheduler.abort(request_id)
+        self._events.flush()
+        return found
 
     def call(self, message: Call) -> Reply:
         """Answer a question; one that cannot be answered, with Refused."""
@@ -143,6 +160,8 @@ class EngineCore:
             return self._answers[type(message)](message)
         except HeadwaterError as refusal:
             return Refused(message.call_id, str(refusal), kind_of(refusal))
+        finally:
+            self._events.flush()
 
     def reset(self, message: ResetCache) -> ResetDone:
         """Forget all cached prefixes. Refused, with the number of busy blocks, while requests run; with ``force`` they
@@ -185,6 +204,7 @@ class EngineCore:
             ),
             priority=message.priority,
             bypass=SKIP_READING if message.skip_reading_prefix_cache else None,
+            sender=message.sender,
         )
 
     # ---- the step ---------------------------------------------------------------------------------
@@ -194,6 +214,7 @@ class EngineCore:
         start_s = self._clock()
         plan = self._scheduler.plan()
         if plan is None:
+            self._events.flush()
             return Outputs([], self.stats())
         try:
             result = self._runner.execute(plan)
@@ -203,8 +224,12 @@ class EngineCore:
             model_s = 0.0
         else:
             deltas = [delta for progress in self._scheduler.apply(result) for delta in self._deltas(progress)]
+            deltas += self._begun(plan)
             model_s = result.model_s
-        self._steps.append((self._clock() - start_s, model_s, plan.n_tokens))
+        self._events.flush()
+        step_s = self._clock() - start_s
+        self._steps.append((step_s, model_s, plan.n_tokens))
+        self._times.observe(plan.n_tokens, step_s)
         return Outputs(deltas, self.stats())
 
     def _deltas(self, progress: Progress) -> list[Delta]:
@@ -219,6 +244,12 @@ class EngineCore:
             self._scheduler.finish(seq.request_id, piece.finish_reason)
             del self._states[seq.request_id]
         return [state.delta([progress.tokens[0]], piece, self._clock())]
+
+    def _begun(self, plan: StepPlan) -> list[Delta]:
+        """Of requests that started with this step and have no token yet: what they reused is known all the same."""
+        states = [self._states.get(row.request_id) for row in plan.added]
+        begun = [state for state in states if state is not None and not state.said_stop]
+        return [state.delta([], Piece(""), self._clock()) for state in begun]
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Delta]:
         """No row could be saved (the runner has tried them one by one): they end, the engine goes on."""
@@ -237,6 +268,11 @@ class EngineCore:
         """A short piece of the work for idle time: one block is computed. Nothing is done while there are requests."""
         if self._verifier is not None and self._verifier.pending and not self.busy:
             self._verifier.work()
+        self._events.flush()
+
+    def close(self) -> None:
+        """Nothing more will be asked of this core."""
+        self._events.close()
 
     # ---- figures ----------------------------------------------------------------------------------
 
@@ -269,6 +305,7 @@ class EngineCore:
             counters[f"requests_finished_{reason.value}"] = n_requests
         if self._verifier is not None:
             counters |= verify_counters(self._verifier.counts)
+        counters |= self._events.counters()
         gauges: dict[str, float] = {
             "running": self._scheduler.n_running,
             "waiting": self._scheduler.n_waiting,

@@ -166,6 +166,8 @@ class LLM:
 
     def close(self) -> None:
         """Give the engine's memory back; a closed LLM answers nothing."""
+        if self._core is not None:
+            self._core.close()
         self._core = None
 
     def __enter__(self) -> LLM:

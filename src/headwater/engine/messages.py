@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from headwater.types import FinishReason, RequestId, SamplingParams
+from headwater.cache.account import Account, Viewer
+from headwater.types import BlockId, FinishReason, RequestId, SamplingParams
 
 # ---- to the engine ------------------------------------------------------------------------------
+
+
+def _without_salt(message: msgspec.Struct) -> str:
+    """How a message is shown: a salt appears in no log and no traceback."""
+    names = [name for name in message.__struct_fields__ if name != "cache_salt"]
+    return f"{type(message).__name__}({', '.join(f'{name}={getattr(message, name)!r}' for name in names)})"
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -20,6 +27,10 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     """Lower runs first; equal ones by arrival."""
     skip_reading_prefix_cache: bool = False
     """Do not look the prompt up (its blocks are still published)."""
+    sender: str = ""
+    """Tells whose request it is, where there are API keys: a digest, never a key."""
+
+    __repr__ = _without_salt
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -38,11 +49,38 @@ class ResetCache(Call, tag=True, frozen=True):
     force: bool = False
 
 
+class ViewPool(Call, tag=True, frozen=True):
+    """A picture of all blocks, with the ``n_queue`` that would be evicted next."""
+
+    n_queue: int
+
+
+class ViewBlock(Call, tag=True, frozen=True):
+    """All that is known of one block."""
+
+    block: BlockId
+
+
+class ViewTree(Call, tag=True, frozen=True):
+    """A picture of the content tree. A large one is made in pieces, a call each: ask until it is ``done``."""
+
+
+class Explain(Call, tag=True, frozen=True):
+    """What a request of this prompt would reuse now, and why no more; nothing is run or changed."""
+
+    prompt_token_ids: list[int]
+    viewer: Viewer
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+
+    __repr__ = _without_salt
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Stop now; running requests are aborted."""
 
 
-ToEngine = Submit | Abort | ResetCache | Shutdown
+ToEngine = Submit | Abort | ResetCache | ViewPool | ViewBlock | ViewTree | Explain | Shutdown
 
 # ---- from the engine ----------------------------------------------------------------------------
 
@@ -73,6 +111,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Of the weights. With ``kv_dtype``, ``dtype`` and ``block_size`` it says what the bytes of a KV block mean."""
     kv_dtype: str = "auto"
     """Of the KV store; auto is ``dtype``."""
+    explain: bool = True
+    """Does every request keep the account of what it reused?"""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -96,9 +136,18 @@ class Usage(msgspec.Struct, frozen=True):
     n_generated: int
 
 
+class PrefixAccount(msgspec.Struct, frozen=True):
+    """What one prompt reuses, and what the rest costs."""
+
+    account: Account
+    estimate_s: float | None = None
+    """Seconds to compute the rest, alone, by recent steps; None before there were any."""
+
+
 class Delta(msgspec.Struct, frozen=True):
     """What one step added to one request: an event for every token, ``text`` empty while a character or
-    a possible stop string is held back. ``usage`` is set from the first token on; ``finish_reason``,
+    a possible stop string is held back; before those one without a token, if the prompt takes several steps,
+    when the first was run. ``usage`` is set from the first one on; ``finish_reason``,
     ``stop_reason``, ``timing`` on the last delta only; ``error`` when the reason is ERROR."""
 
     request_id: RequestId
@@ -113,6 +162,8 @@ class Delta(msgspec.Struct, frozen=True):
     timing: Timing | None = None
     prefix_stop: str | None = None
     """The reason, one of the cache's enumeration, why the hit stopped where it did; on the first delta."""
+    prefix: PrefixAccount | None = None
+    """With it, the whole account, as the operator may see it: ``Account.seen_by`` before it is told to others."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -164,10 +215,61 @@ class ResetDone(Reply, tag=True, frozen=True):
     n_preempted: int = 0
 
 
+class Explained(Reply, tag=True, frozen=True):
+    prefix: PrefixAccount
+
+
+class PoolView(Reply, tag=True, frozen=True):
+    """As cache/picture.py's PoolPicture."""
+
+    cells: bytes
+    groups: bytes
+    queue: tuple[BlockId, ...]
+
+
+class BlockView(Reply, tag=True, frozen=True):
+    """As cache/picture.py's BlockPicture, which says what each field means."""
+
+    block: BlockId
+    state: str
+    group: int
+    refs: int
+    holders: tuple[RequestId, ...]
+    key: bytes | None
+    namespace: bytes | None
+    first_token: int | None
+    tokens: tuple[int, ...]
+    n_children: int
+    n_copies: int
+    hits: int
+    idle_s: float | None
+    queue_place: int | None
+    path: tuple[BlockId, ...]
+
+
+class TreeView(Reply, tag=True, frozen=True):
+    """As cache/picture.py's Branches; the numbers as packed native int32. Empty until ``done``."""
+
+    done: bool
+    unit: int
+    """Tokens of a node."""
+    parents: bytes = b""
+    starts: bytes = b""
+    units: bytes = b""
+    held: bytes = b""
+    blocks: bytes = b""
+    hits: bytes = b""
+    keys: list[bytes] = []
+    previews: list[bytes] = []
+    salted: dict[int, bool] = {}
+    adapters: dict[int, int] = {}
+    n_left_out: int = 0
+
+
 class Fatal(msgspec.Struct, tag=True, frozen=True):
     """The engine stops; nothing more will come."""
 
     message: str
 
 
-FromEngine = Outputs | Loading | Ready | Refused | ResetDone | Fatal
+FromEngine = Outputs | Loading | Ready | Refused | ResetDone | PoolView | BlockView | TreeView | Explained | Fatal

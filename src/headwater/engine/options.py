@@ -9,6 +9,7 @@ from typing import Any
 
 from headwater.config import (
     DTYPES,
+    EVENT_LAYOUTS,
     HASH_ALGORITHMS,
     KERNELS,
     KV_DTYPES,
@@ -16,6 +17,7 @@ from headwater.config import (
     QUANTIZATIONS,
     CacheConfig,
     EngineConfig,
+    EventsConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -71,6 +73,7 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0,
         maximum=86_400,
     ),
+    Option("explain", "scheduler", "explain", bool, "keep an account of what each request reused, and why no more"),
     Option("block_size", "cache", "block_size", int, "tokens in a KV block"),
     Option("enable_prefix_caching", "cache", "enable_prefix_caching", bool, "reuse the KV of equal beginnings"),
     Option("partial_reuse", "cache", "partial_reuse", bool, "copy the equal beginning of a block that is not equal"),
@@ -109,6 +112,28 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0,
         maximum=1,
     ),
+    Option("kv_events", "events", "enabled", bool, "tell readers outside, such as routers, what the cache holds"),
+    Option("kv_events_endpoint", "events", "endpoint", str, "where the stream of events is to be had"),
+    Option(
+        "kv_events_replay_endpoint", "events", "replay_endpoint", str, "where lost events and snapshots are to be had"
+    ),
+    Option("kv_events_topic", "events", "topic", str, "topic of all messages of the stream; default: empty"),
+    Option(
+        "kv_events_layout",
+        "events",
+        "layout",
+        str,
+        "map: the layout of vLLM 0.32; legacy: the arrays of its older versions",
+        choices=EVENT_LAYOUTS,
+    ),
+    Option(
+        "kv_events_buffer",
+        "events",
+        "buffer_batches",
+        int,
+        "most batches of events to keep for replays, and to hold back for a reader or the sender that is slow",
+        maximum=10_000_000,
+    ),
     Option("threads", "model", "threads", int, "threads of the compute kernels; default: the machine's cores"),
     Option(
         "kernels",
@@ -136,7 +161,7 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration for ``model`` with ``options``; None leaves a default. Raises ConfigError by name."""
     known = {option.name: option for option in OPTIONS}
     _check_text("model", model)
-    parts: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {}}
+    parts: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {}, "events": {}}
     for name, value in options.items():
         if name not in known:
             raise ConfigError(unknown_option(name, list(known)))
@@ -147,6 +172,7 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         model=replace(ModelConfig(), **parts["model"]),
         cache=replace(CacheConfig(), **parts["cache"]),
         scheduler=replace(SchedulerConfig(), **parts["scheduler"]),
+        events=replace(EventsConfig(), **parts["events"]),
     )
 
 

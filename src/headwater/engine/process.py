@@ -84,7 +84,16 @@ class Core(Protocol):
         """A short piece of work for which no request should wait longer than it takes."""
         ...
 
+    @property
+    def doorbell(self) -> int | None:
+        """A file descriptor that can be read when there is idle work that was not there before; None: there is none."""
+        ...
+
     def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Nothing more will be asked."""
+        ...
 
 
 CoreFactory = Callable[[EngineConfig, Progress], Core]
@@ -100,6 +109,10 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._stopping = False
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if core.doorbell is not None:
+            self._poller.register(core.doorbell, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until Shutdown."""
@@ -120,9 +133,10 @@ class EngineLoop:
         self._socket.send(self._encoder.encode(message))
 
     def _read_inbox(self) -> bool:
-        """Handle every message that is there; wait for one only while idle. True if there was any."""
+        """Handle every message that is there; wait for one, or for the core's doorbell, only while idle. True if there
+        was any."""
         heard = False
-        while not self._stopping and self._socket.poll(self._patience_ms(heard)):
+        while not self._stopping and self._socket in dict(self._poller.poll(self._patience_ms(heard))):
             self._handle(self._decoder.decode(self._socket.recv()))
             heard = True
         return heard
@@ -204,7 +218,8 @@ def serve_engine(socket: zmq.Socket[bytes], factory: str, config: EngineConfig) 
         gc.collect()
         give_back_freed_memory()
         gc.freeze()  # what was loaded stays: a full collection need not walk it, in the middle of a step, ever again
-        EngineLoop(core, socket).run()
+        with contextlib.closing(core):
+            EngineLoop(core, socket).run()
     except HeadwaterError as error:  # a known fault: its message says all
         tell(Fatal(str(error)))
         return 1

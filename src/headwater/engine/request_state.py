@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from headwater.engine.messages import Delta, Timing, Usage
+from headwater.engine.estimate import StepTimes
+from headwater.engine.messages import Delta, PrefixAccount, Timing, Usage
 from headwater.sched.sequence import Sequence
 from headwater.types import FinishReason, SamplingParams
 
@@ -89,14 +90,15 @@ class RequestState:
 
     seq: Sequence
     answer: Answer
+    times: StepTimes
     said_stop: bool = False
     """Was the first delta, which says where the hit stopped, sent?"""
 
     def delta(self, token_ids: list[int], piece: Piece, now_s: float, *, error: str | None = None) -> Delta:
         """The event for ``token_ids``; everything that only the first or the last one carries is added here."""
-        lookup, prefix_stop = self.seq.lookup, None
+        lookup, prefix_stop, prefix = self.seq.lookup, None, None
         if lookup is not None and not self.said_stop:
-            prefix_stop = lookup.stop.reason.value
+            prefix_stop, prefix = lookup.stop.reason.value, self._account()
             self.said_stop = True
         return Delta(
             request_id=self.seq.request_id,
@@ -109,7 +111,12 @@ class RequestState:
             error_kind=None if error is None else "internal",
             timing=None if piece.finish_reason is None else timing_of(self.seq, now_s),
             prefix_stop=prefix_stop,
+            prefix=prefix,
         )
+
+    def _account(self) -> PrefixAccount | None:
+        account = self.seq.account
+        return None if account is None else PrefixAccount(account, self.times.seconds(account.n_compute))
 
 
 def usage_of(seq: Sequence) -> Usage | None:

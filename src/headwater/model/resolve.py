@@ -13,7 +13,8 @@ from headwater.model.pull import pull
 from headwater.types import Progress, silent
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_FILES = ("config.json", "generation_config.json", "model*.safetensors", "*.safetensors.index.json")
+HUB_CONFIGS = ("config.json", "generation_config.json")
+HUB_FILES = (*HUB_CONFIGS, "model*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja", "vocab.*", "merges.txt")
 
 
@@ -52,12 +53,27 @@ def resolve(
     )
 
 
+def resolve_tokenizer(name_or_path: str, cache_dir: Path | None = None, progress: Progress = silent) -> Path:
+    """``resolve`` for who needs tokenizer and template only: of a repository, no weights are fetched. Those of a
+    catalogue model come in one file with the rest."""
+    return resolve(name_or_path, cache_dir, progress, fetch_repo=hub_tokenizer)
+
+
 def hub_snapshot(repo_id: str) -> Path:
     """Fetch a repository's model files into the hub's own cache, or find them there when offline."""
+    return _snapshot(repo_id, [*HUB_FILES, *HUB_TOKENIZER_FILES])
+
+
+def hub_tokenizer(repo_id: str) -> Path:
+    """Fetch what a repository says about its tokenizer, without the weights."""
+    return _snapshot(repo_id, [*HUB_CONFIGS, *HUB_TOKENIZER_FILES])
+
+
+def _snapshot(repo_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, rarely needed
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=[*HUB_FILES, *HUB_TOKENIZER_FILES]))
+        return Path(snapshot_download(repo_id, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises its own, the transport's and OSError: all say why
         raise ModelError(
             f"{repo_id}: no folder of that name here, and fetching it from the Hugging Face hub failed: {error}"

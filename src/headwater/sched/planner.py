@@ -149,7 +149,9 @@ class Planner:
         return n_whole - n_hit_blocks + n_kept <= self._cache.available and self._cache.can_admit(lookup, n_tokens)
 
     def _start(self, seq: Sequence, lookup: Lookup, n_tokens: int) -> None:
-        holding = self._cache.claim(seq.chain, lookup, seq.request_id)
+        for part in self._parts:
+            part.before_start(seq, lookup)
+        holding = self._cache.claim(seq.chain, lookup, seq.request_id, seq.sender)
         seq.holding = holding
         try:
             self._allocate(seq, n_tokens)

@@ -14,6 +14,7 @@ from headwater.errors import AuditError, BadRequest, ConfigError, EngineError, N
 from headwater.sched.draft import Draft, Entry, Flight
 from headwater.sched.parts import Part
 from headwater.sched.parts.accounting import Accounting
+from headwater.sched.parts.accounts import Accounts
 from headwater.sched.parts.in_flight import InFlightWait
 from headwater.sched.planner import Planner
 from headwater.sched.preempt import Places
@@ -68,7 +69,8 @@ class Scheduler:
         self.in_flight_wait = InFlightWait(
             config.in_flight_wait_s, hit_unit=cache.min_reusable_tokens, find=self._live.get, clock=clock
         )
-        self._parts = (self.accounting, self.in_flight_wait, *parts)
+        accounts = (Accounts(cache),) if config.explain else ()
+        self._parts = (self.accounting, self.in_flight_wait, *accounts, *parts)
         self._places = Places(cache, self._parts)
         self._planner = Planner(
             cache,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from headwater.cache.account import Account
 from headwater.cache.block import Holding
 from headwater.cache.key import TokenChain
 from headwater.cache.lookup import Lookup
@@ -43,6 +44,8 @@ class Sequence:
     """Lower runs first."""
     bypass: str | None = None
     """The option by which the cache is not consulted for this request."""
+    sender: str = ""
+    """Who sent it; empty where callers are not told apart."""
 
     # set by the scheduler
     status: Status = Status.WAITING
@@ -57,6 +60,8 @@ class Sequence:
     holding: Holding | None = None
     lookup: Lookup | None = None
     """The look-up of the first admission; None until then."""
+    account: Account | None = None
+    """Of that look-up, as the operator may see it."""
     n_preemptions: int = 0
     n_admissions: int = 0
     finish_reason: FinishReason | None = None

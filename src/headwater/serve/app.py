@@ -17,13 +17,17 @@ from starlette.responses import Response
 from headwater.errors import HeadwaterError
 from headwater.serve.admin import routes as admin
 from headwater.serve.errors import ApiError, error_response
+from headwater.serve.explain.diff import DiffRequest, explain_diff
+from headwater.serve.explain.routes import explain, explain_finished
 from headwater.serve.front import Front
+from headwater.serve.guard import Guard
 from headwater.serve.limits import HeaderLimit
 from headwater.serve.openai.chat import create_chat_completion
 from headwater.serve.openai.completions import create_completion
 from headwater.serve.openai.models import get_model, list_models
 from headwater.serve.openai.protocol import ChatRequest, CompletionRequest
 from headwater.serve.stream import ClientLeft
+from headwater.serve.ui import routes as ui
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client left; nobody reads it."""
@@ -34,8 +38,12 @@ def create_app(front: Front) -> FastAPI:
     app = FastAPI(title="Headwater", version=version("headwater"))
     _add_openai_routes(app, front)
     _add_admin_routes(app, front)
+    _add_ui_routes(app, front)
     _add_error_handlers(app)
     app.add_middleware(HeaderLimit)
+    asking = {"/ui": lambda: ui.asking_page(front)}
+    # The last one added is asked first.
+    app.add_middleware(Guard, access=front.access, routes=app.routes, asking=asking)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
 
@@ -48,6 +56,18 @@ def _add_openai_routes(app: FastAPI, front: Front) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body("ChatRequest"))
     async def chat_completions(request: Request) -> Response:
         return await create_chat_completion(front, request)
+
+    @app.post("/v1/explain", openapi_extra=_body("CompletionRequest", "ChatRequest"))
+    async def explain_request(request: Request) -> Response:
+        return await explain(front, request)
+
+    @app.post("/v1/explain/diff", openapi_extra=_body("DiffRequest"))
+    async def explain_difference(request: Request) -> Response:
+        return await explain_diff(front, request)
+
+    @app.get("/v1/explain/{request_id}")
+    async def explain_answer(request: Request, request_id: str) -> Response:
+        return explain_finished(front, request, request_id)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -84,6 +104,32 @@ def _add_admin_routes(app: FastAPI, front: Front) -> None:
         return await admin.reset_prefix_cache(front, force=query.force)
 
 
+def _add_ui_routes(app: FastAPI, front: Front) -> None:
+    @app.get("/ui")
+    async def page() -> Response:
+        return ui.page(front)
+
+    @app.get("/ui/stream")
+    async def stream() -> Response:
+        return ui.stream(front)
+
+    @app.get("/ui/{name}")
+    async def asset(name: str) -> Response:
+        return ui.asset(front, name)
+
+    @app.get("/admin/view")
+    async def view() -> Response:
+        return await ui.view(front)
+
+    @app.get("/admin/view/blocks/{block}")
+    async def view_block(block: int) -> Response:
+        return await ui.view_block(front, block)
+
+    @app.get("/admin/view/branches/{branch}")
+    async def view_branch(branch: str) -> Response:
+        return await ui.view_branch(front, branch)
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HeadwaterError)
     async def known(request: Request, error: HeadwaterError) -> Response:
@@ -112,8 +158,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(error)
 
 
-def _body(model: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{model}"}
+def _body(*models: str) -> dict[str, Any]:
+    schemas = [{"$ref": f"#/components/schemas/{model}"} for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -121,7 +168,7 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description; bodies are read by `openai/fields.py`, so their schemas are added here."""
     described = get_openapi(title=app.title, version=app.version, routes=app.routes)
     _, schemas = models_json_schema(
-        [(CompletionRequest, "validation"), (ChatRequest, "validation")],
+        [(CompletionRequest, "validation"), (ChatRequest, "validation"), (DiffRequest, "validation")],
         ref_template="#/components/schemas/{model}",
     )
     described.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])

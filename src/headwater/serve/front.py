@@ -8,15 +8,24 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from headwater.config import ServerConfig, UiConfig
 from headwater.engine.checks import check_length, check_prompt
 from headwater.engine.client import EngineClient
-from headwater.engine.messages import Delta, Submit
-from headwater.errors import NeverFits
+from headwater.engine.messages import Delta, PrefixAccount, Submit
+from headwater.errors import BadRequest, NeverFits
+from headwater.explaining.diff import Comparison, compare_bodies
+from headwater.serve.access import Access
 from headwater.serve.errors import ApiError, request_failed
+from headwater.serve.explain.ring import AccountRing, Where
+from headwater.serve.explain.tell import Teller
 from headwater.serve.metrics import Metrics, RequestClock
+from headwater.serve.ui.watch import Watch
+from headwater.serve.ui.wording import Wording
+from headwater.text.locate import Messages, locate, token_start
 from headwater.text.tokenizer import Tokenizer
 from headwater.types import FinishReason
 
@@ -26,6 +35,15 @@ MAX_TEXT_JOBS = 1024
 """Requests that may wait for the tokenizer's thread; one more is refused with 503."""
 
 
+@dataclass(frozen=True)
+class ChatText:
+    """A conversation, and what the chat template made of it; ``render`` gives what it makes of others."""
+
+    rendered: str
+    messages: list[dict[str, str]]
+    render: Callable[[Messages], str]
+
+
 class Front:
     """The HTTP side of one engine.
 
@@ -33,8 +51,22 @@ class Front:
     fit is refused by its length in bytes before it gets there.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, served_name: str) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        served_name: str,
+        *,
+        access: Access | None = None,
+        ui: UiConfig = UiConfig(),
+        explain_usage: bool = False,
+    ) -> None:
+        """``explain_usage``: every answer's usage holds its account, asked for or not."""
         self.client = client
+        self.explain_usage = explain_usage
+        self.accounts = AccountRing()
+        self.teller = Teller(tokenizer.token_bytes, client.info.block_size)
+        self.access = access or Access(ServerConfig())
         self.info = client.info
         self.served_name = served_name
         self.can_chat = tokenizer.chat_template is not None
@@ -43,11 +75,25 @@ class Front:
         self.started = int(time.time())
         self._tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
+        self._places = ThreadPoolExecutor(max_workers=1, thread_name_prefix="place")
         self._n_text_jobs = 0
         self._longest_token_bytes = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+        self.ui = ui
+        redact = self.access.guarded if ui.redact is None else ui.redact
+        self.watch = Watch(client, Wording(self.text_of, redact), served_name, self.recent)
+
+    def recent(self, n: int) -> list[dict[str, Any]]:
+        """The last ``n`` prompts that were answered, newest first, with their accounts, for the operator."""
+        return [self.teller.finished(one) for one in self.accounts.recent(n)]
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included; what is not UTF-8 is replaced by U+FFFD."""
+        joined = b"".join([self._tokenizer.token_bytes(token) for token in token_ids])
+        return joined.decode("utf-8", errors="replace")
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._places):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- prompts --------------------------------------------------------------------------------
 
@@ -69,17 +115,53 @@ class Front:
         add_generation_prompt: bool,
         add_special_tokens: bool,
         template_kwargs: dict[str, Any],
-    ) -> list[int]:
-        """The tokens of a conversation under the model's chat template. Raises NoChatTemplate without one."""
+    ) -> tuple[list[int], ChatText]:
+        """The tokens of a conversation under the model's chat template, and what they were made of. Raises
+        NoChatTemplate without one."""
 
-        def work() -> list[int]:
-            text = self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        def render(others: Messages) -> str:
+            return self._tokenizer.render_chat(others, add_generation_prompt=add_generation_prompt, **template_kwargs)
+
+        def work() -> tuple[list[int], ChatText]:
+            text = render(messages)
             self._check_text(text, "messages")
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=True)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=True)
+            return token_ids, ChatText(text, messages, render)
 
-        token_ids = await self._in_thread(work)
+        token_ids, chat = await self._in_thread(work)
         self.check_ids(token_ids, "messages")
-        return token_ids
+        return token_ids, chat
+
+    async def where(self, chat: ChatText | None, token_ids: Sequence[int], prefix: PrefixAccount) -> Where | None:
+        """Where in ``chat`` the difference of its account lies; None if there is none, or if the tokens cannot be
+        traced back to the text: that takes nothing from an answer but this place.
+
+        A chat of thousands of messages takes tens of milliseconds. An answer waits for this at its end, so it has
+        another thread than prompts, of which there may be many.
+        """
+        difference = prefix.account.difference
+        if chat is None or difference is None:
+            return None
+
+        def work() -> Where | None:
+            try:
+                first = token_start(self._tokenizer, chat.rendered, token_ids, difference.at_token)
+            except ValueError:
+                return None
+            place = locate(chat.rendered, chat.messages, first, render=chat.render)
+            return Where(place.message, place.role, place.character, place.part)
+
+        return await asyncio.get_running_loop().run_in_executor(self._places, work)
+
+    async def compare(self, first: object, second: object) -> Comparison:
+        """The first difference of the prompts of two request bodies. Raises BadRequest, naming the field."""
+
+        def work() -> Comparison:
+            return compare_bodies(
+                first, second, self._tokenizer, block_size=self.info.block_size, check_text=self._check_text
+            )
+
+        return await self._in_thread(work)
 
     def check_ids(self, token_ids: Sequence[object], field: str) -> None:
         """Refuse ids or a length that this engine cannot take."""
@@ -122,6 +204,11 @@ class Front:
                 param="model",
                 code="model_not_found",
             )
+
+    def check_account(self, wanted: bool) -> None:
+        """Refuse to give an account if none is kept. Raises BadRequest."""
+        if wanted and not self.info.explain:
+            raise BadRequest("headwater.explain: this server keeps no accounts (--no-explain)", field="headwater")
 
     async def generate(self, submits: Sequence[Submit], arrival: float) -> AsyncGenerator[Delta, None]:
         """The deltas of all ``submits`` as they come; ``arrival`` is when the request came (monotonic seconds).

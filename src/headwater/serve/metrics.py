@@ -64,6 +64,18 @@ COUNTERS = {
     "prompt_tokens_computed": ("prompt_tokens_computed", "Prompt tokens whose KV was computed for them."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
     "tokens_recomputed": ("tokens_recomputed", "Tokens computed again after a preemption."),
+    "kv_events": ("kv_events", "Events of the prefix cache that were put on the stream."),
+    "kv_event_batches": ("kv_event_batches", "Messages of the stream that carry them."),
+    "kv_event_batches_dropped": (
+        "kv_event_batches_dropped",
+        "Messages that could not be put on it because too many waited already; readers see the gap.",
+    ),
+    "kv_event_slow_readers": (
+        "kv_event_slow_readers",
+        "Times that a reader of the stream was so far behind that it began to lose messages.",
+    ),
+    "kv_event_replays": ("kv_event_replays", "Requests for lost messages."),
+    "kv_event_snapshots": ("kv_event_snapshots", "Snapshots that readers of the stream got."),
     "requests_refused": ("requests_refused", "Requests that the engine refused."),
 }
 """Engine counter -> (metric, without prefix and suffix, and its help)."""

@@ -14,10 +14,11 @@ from typing import Any
 
 import uvicorn
 
-from headwater.config import EngineConfig
+from headwater.config import EngineConfig, UiConfig
 from headwater.engine.client import BUILD_CORE, EngineClient
 from headwater.engine.messages import Loading
 from headwater.errors import ConfigError
+from headwater.serve.access import Access
 from headwater.serve.app import create_app
 from headwater.serve.front import Front
 from headwater.serve.limits import MAX_HEADER_BYTES
@@ -56,15 +57,23 @@ def serve(
     load_tokenizer: Callable[[], Tokenizer],
     *,
     served_name: str,
+    access: Access | None = None,
+    ui: UiConfig = UiConfig(),
+    explain_usage: bool = False,
     core: str = BUILD_CORE,
     announce: Announce | None = None,
 ) -> None:
-    """Serve on ``listening``, which ``bind`` made, until SIGINT or SIGTERM.
+    """Serve on ``listening``, which ``bind`` made, until SIGINT or SIGTERM. Without ``access`` everybody is the
+    operator. ``explain_usage``: every answer's usage holds the account of what was reused.
 
     Raises ConfigError when nobody can connect there, ModelError or EngineError when the engine cannot start.
     """
     with contextlib.closing(listening), contextlib.suppress(Stopped):
-        asyncio.run(_serve(config, listening, load_tokenizer, served_name, core, announce or Announce()))
+
+        def front(client: EngineClient, tokenizer: Tokenizer) -> Front:
+            return Front(client, tokenizer, served_name, access=access, ui=ui, explain_usage=explain_usage)
+
+        asyncio.run(_serve(config, listening, load_tokenizer, front, core, announce or Announce()))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -129,7 +138,7 @@ async def _serve(
     config: EngineConfig,
     listening: socket.socket,
     load_tokenizer: Callable[[], Tokenizer],
-    served_name: str,
+    make_front: Callable[[EngineClient, Tokenizer], Front],
     core: str,
     announce: Announce,
 ) -> None:
@@ -139,7 +148,7 @@ async def _serve(
         loop.add_signal_handler(signal_number, stop.set)
     client = await _unless_stopped(stop, EngineClient.start(config, core=core, on_loading=announce.loading))
     try:
-        front = Front(client, await asyncio.to_thread(load_tokenizer), served_name)
+        front = make_front(client, await asyncio.to_thread(load_tokenizer))
         with contextlib.closing(front):
             _listen(listening)
             web = _Server(_web_config(front), lambda: announce.ready(front, url_of(listening)))

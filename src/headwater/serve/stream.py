@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -18,12 +18,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_EVENT_WAIT_S = 1.0
-"""How long the headers of a stream wait for its first event: an early refusal is then a plain HTTP error."""
+Headers = list[tuple[bytes, bytes]]
+
+FIRST_EVENT_WAIT_S = 5.0
+"""How long the headers of a stream wait for its first event: an early refusal is then a plain HTTP error, and what was
+reused, which is known once the first step of the request was run, is told in a header."""
 
 DONE = b"data: [DONE]\n\n"
 
-HEADERS = [
+HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -64,9 +67,11 @@ class EventStream(Response):
     without the terminal marker. A client that leaves closes ``events``.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Callable[[], Headers] = list) -> None:
+        """``headers``: further ones, as they are known when the first event is there or was waited for long enough."""
         super().__init__()
         self._events = events
+        self._more_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -82,7 +87,8 @@ class EventStream(Response):
                 if first.done() and isinstance(error := first.exception(), Exception):
                     await error_response(_logged(error))(scope, receive, send)
                     return
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                headers = [*HEADERS, *self._more_headers()]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await self._send_events(first, send)
             finally:
                 first.cancel()

@@ -53,6 +53,11 @@ class Tokenizer:
         return tuple(self._prefix)
 
     @property
+    def n_suffix_ids(self) -> int:
+        """How many tokens the model wants after every prompt; nearly always 0."""
+        return len(self._suffix)
+
+    @property
     def vocab_size(self) -> int:
         return len(self._token_bytes)
 
@@ -80,6 +85,16 @@ class Tokenizer:
                 ids = self._prefix + ids
             ids = ids + self._suffix
         return list(ids)
+
+    def encode_spans(self, text: str, *, parse_special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """``encode`` with nothing added, and for each token the characters of ``text`` it covers, [first, end), as the
+        library counts them. Raises BadRequest."""
+        backend = self._backend if parse_special else self._literal_backend()
+        try:
+            encoding = backend.encode_batch([text], add_special_tokens=False)[0]
+        except TypeError as error:
+            raise BadRequest(_why_not_text(text), field="prompt") from error
+        return list(encoding.ids), list(encoding.offsets)
 
     def _literal_backend(self) -> tokenizers.Tokenizer:
         """The same tokenizer, taking special tokens as text; made when first asked for, over the same vocabulary.

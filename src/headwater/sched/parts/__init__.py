@@ -43,6 +43,9 @@ class Part:
         """
         return None
 
+    def before_start(self, seq: Sequence, lookup: Lookup) -> None:
+        """``seq`` starts, or resumes, with this hit; nothing was claimed or evicted for it yet."""
+
     def on_commit(self, admitted: Seq[Entry]) -> None:
         """A plan was committed; ``admitted`` are the sequences that start, or resume, with it."""
 

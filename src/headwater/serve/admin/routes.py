@@ -15,9 +15,9 @@ from headwater.serve.front import Front
 
 
 def health(front: Front) -> Response:
-    """200 while the engine process lives, 503 after."""
+    """200 while the engine process lives, 503 after. Open to all: where there are keys, it says nothing else."""
     if not front.client.alive:
-        raise EngineDead(front.client.death)
+        raise EngineDead("the server's log says why" if front.access.guarded else front.client.death)
     return _json({"status": "ok"})
 
 

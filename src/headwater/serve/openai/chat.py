@@ -11,8 +11,9 @@ from headwater.engine.checks import check_sampling
 from headwater.serve.front import Front, new_id
 from headwater.serve.limits import read_body
 from headwater.serve.openai.fields import parse_fields
+from headwater.serve.openai.prepared import Prepared
 from headwater.serve.openai.protocol import ChatRequest
-from headwater.serve.openai.reply import Json, Reply, answer, make_submit
+from headwater.serve.openai.reply import Json, Reply, answer
 from headwater.serve.stream import until_client_leaves
 
 
@@ -37,9 +38,18 @@ class ChatShape:
 async def create_chat_completion(front: Front, request: Request) -> Response:
     """Answer one chat request."""
     arrival = time.monotonic()
-    asked = parse_fields(ChatRequest, await read_body(request))
+    caller = front.access.caller(request)
+    prepared = await prepare(front, request, await read_body(request))
+    reply_id = new_id("chatcmpl")
+    return await answer(request, Reply(front, ChatShape(), prepared, caller, reply_id), arrival)
+
+
+async def prepare(front: Front, request: Request, body: bytes) -> Prepared:
+    """A chat request read, checked and tokenised. Raises BadRequest and ApiError."""
+    asked = parse_fields(ChatRequest, body)
     front.check_model(asked.model)
     asked.check()
+    front.check_account(asked.headwater.explain)
     sampling = asked.sampling(asked.output_limit)
     check_sampling(sampling, vocab_size=front.info.vocab_size)
     encoding = front.encode_chat(
@@ -48,7 +58,5 @@ async def create_chat_completion(front: Front, request: Request) -> Response:
         add_special_tokens=asked.add_special_tokens,
         template_kwargs=asked.chat_template_kwargs,
     )
-    token_ids = await until_client_leaves(request.receive, encoding)
-    reply_id = new_id("chatcmpl")
-    submits = [make_submit(reply_id, token_ids, sampling, asked)]
-    return await answer(request, Reply(front, ChatShape(), asked, submits, reply_id), asked, arrival)
+    token_ids, chat = await until_client_leaves(request.receive, encoding)
+    return Prepared(asked, sampling, [token_ids], chat)

@@ -11,8 +11,9 @@ from headwater.engine.checks import check_sampling
 from headwater.serve.front import Front, new_id
 from headwater.serve.limits import read_body
 from headwater.serve.openai.fields import parse_fields
+from headwater.serve.openai.prepared import Prepared
 from headwater.serve.openai.protocol import CompletionRequest
-from headwater.serve.openai.reply import Json, Reply, answer, make_submit
+from headwater.serve.openai.reply import Json, Reply, answer
 from headwater.serve.stream import until_client_leaves
 
 
@@ -35,15 +36,21 @@ class CompletionShape:
 async def create_completion(front: Front, request: Request) -> Response:
     """Answer one completion request."""
     arrival = time.monotonic()
-    asked = parse_fields(CompletionRequest, await read_body(request))
+    caller = front.access.caller(request)
+    prepared = await prepare(front, request, await read_body(request))
+    reply_id = new_id("cmpl")
+    return await answer(request, Reply(front, CompletionShape(), prepared, caller, reply_id), arrival)
+
+
+async def prepare(front: Front, request: Request, body: bytes) -> Prepared:
+    """A completion request read, checked and tokenised. Raises BadRequest and ApiError."""
+    asked = parse_fields(CompletionRequest, body)
     front.check_model(asked.model)
     asked.check()
+    front.check_account(asked.headwater.explain)
     sampling = asked.sampling(asked.max_tokens)
     check_sampling(sampling, vocab_size=front.info.vocab_size)
-    prompts = await until_client_leaves(request.receive, prompt_ids(front, asked))
-    reply_id = new_id("cmpl")
-    submits = [make_submit(f"{reply_id}-{i}", ids, sampling, asked) for i, ids in enumerate(prompts)]
-    return await answer(request, Reply(front, CompletionShape(), asked, submits, reply_id), asked, arrival)
+    return Prepared(asked, sampling, await until_client_leaves(request.receive, prompt_ids(front, asked)))
 
 
 async def prompt_ids(front: Front, asked: CompletionRequest) -> list[list[int]]:

@@ -63,8 +63,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 null always asks for nothing. Any other value is refused by the field's name."""
 
-NEVER_SHOWN = ("cache_salt",)
-"""Fields whose values appear in no message, log or metric."""
+NEVER_SHOWN = ("cache_salt", "first", "second")
+"""Fields whose values appear in no message, log or metric: a salt, and bodies to compare, which may hold one."""
 
 SHOWN_CHARS = 60
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from headwater.engine.checks import check_max_tokens, check_template_arguments
@@ -46,6 +46,13 @@ class StreamOptions(Fields):
     """Usage so far in every event (vLLM)."""
 
 
+class HeadwaterFields(Fields):
+    """What only this server knows."""
+
+    explain: bool = False
+    """Put the account of what was reused, and why no more, into the usage."""
+
+
 class GenerationFields(Fields):
     """What both endpoints take."""
 
@@ -62,11 +69,12 @@ class GenerationFields(Fields):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(default=None, repr=False)
     """Requests share cached prefixes only with requests of the same salt."""
     priority: int = 0
     """Lower runs first."""
     return_token_ids: bool = False
+    headwater: HeadwaterFields = HeadwaterFields()
     skip_reading_prefix_cache: bool = False
 
     def sampling(self, max_tokens: int | None) -> SamplingParams:
@@ -87,6 +95,11 @@ class GenerationFields(Fields):
         """What neither types nor the sampling parameters' ranges say. Raises BadRequest."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream: true", field="stream_options")
+        if self.headwater.explain and self.stream and not (self.stream_options and self.stream_options.include_usage):
+            raise BadRequest(
+                "headwater.explain puts the account into the usage: a stream needs stream_options.include_usage for it",
+                field="headwater",
+            )
         if self.cache_salt is not None and len(self.cache_salt) > MAX_SALT_CHARS:
             raise BadRequest(f"cache_salt may have at most {MAX_SALT_CHARS} characters", field="cache_salt")
         low, high = PRIORITY_RANGE

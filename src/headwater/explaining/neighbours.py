@@ -1,0 +1,50 @@
+"""Which of the texts seen so far shares the longest beginning with a new one."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", str, bytes)
+
+
+class Neighbours(Generic[Key]):
+    """Keeps texts in order: the one that shares the longest beginning with another stands right beside its place."""
+
+    def __init__(self) -> None:
+        self._keys: list[Key] = []
+        self._owners: list[int] = []
+
+    def nearest(self, key: Key) -> tuple[int, int] | None:
+        """The owner of the text with the longest common beginning, and that one's length; None if there is no text."""
+        at = bisect_left(self._keys, key)
+        found = [(self._owners[i], _common(self._keys[i], key)) for i in (at - 1, at) if 0 <= i < len(self._keys)]
+        return max(found, key=lambda one: (one[1], one[0]), default=None)
+
+    def add(self, key: Key, owner: int) -> None:
+        at = bisect_left(self._keys, key)
+        self._keys.insert(at, key)
+        self._owners.insert(at, owner)
+
+
+TOKEN_BYTES = 4
+
+
+def token_key(token_ids: Sequence[int]) -> bytes:
+    """Token ids as bytes that sort as they do; TOKEN_BYTES for each."""
+    packed = array("I", token_ids)
+    packed.byteswap()
+    return packed.tobytes()
+
+
+def _common(a: Key, b: Key) -> int:
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,1 @@
+"""Accounts of what requests reuse: told in answers, kept for a while, and made on demand."""
