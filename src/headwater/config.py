@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headwater.errors import ConfigError
+
 HASH_ALGORITHMS = ("sha256", "xxh3_128", "blake3")
 DTYPES = ("auto", "bfloat16", "float32")
 KERNELS = ("auto", "torch", "portable", "avx2", "avx512", "avx512bf16", "amx")
@@ -21,7 +23,13 @@ EVENT_LAYOUTS = ("map", "legacy")
 def default_cache_dir() -> Path:
     """The platform's folder for things that can be fetched or made again."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headwater"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "headwater"
+    except RuntimeError as error:  # no HOME, and a user whom the system does not know
+        raise ConfigError(
+            "this user has no home folder to keep models and kernels in: give a folder with --model-cache-dir, or set "
+            "HOME or XDG_CACHE_HOME"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

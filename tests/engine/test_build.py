@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwater import LLM, BadRequest, ConfigError, ModelError, SamplingParams
-from headwater.engine.build import check_verifiable
+from headwater.engine.build import check_verifiable, check_verify_options
 from headwater.engine.options import engine_config
 from tests.e2e.models import plain_model, write_folder
 from tests.text.toy import VOCAB_SIZE
@@ -73,4 +73,10 @@ def test_verifying_hits_is_refused_where_bits_are_not_kept() -> None:
         check_verifiable(wanted, row_invariant=False)
     fast = replace(wanted, model=replace(wanted.model, numerics="fast"))
     with pytest.raises(ConfigError, match="numerics 'fast'"):
-        check_verifiable(fast, row_invariant=True)
+        check_verify_options(fast)
+
+
+def test_hits_cannot_be_verified_without_caching() -> None:
+    config = engine_config("m", {"verify_hits": 0.5, "enable_prefix_caching": False})
+    with pytest.raises(ConfigError, match="without prefix caching there are none"):
+        check_verify_options(config)

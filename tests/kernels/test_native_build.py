@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from headwater.config import KERNELS
+from headwater.config import KERNELS, default_cache_dir
 from headwater.errors import ConfigError, KernelError
 from headwater.kernels.choose import make_ops
 from headwater.kernels.cpu import build as build_module
@@ -78,7 +79,8 @@ def test_compiled_once_and_loaded(sources: Path, folder: Path) -> None:
     again: list[object] = []
     assert build("portable", folder, lambda *what: again.append(what), sources=sources) == path
     assert again == []
-    assert [file.name for file in folder.iterdir() if not file.name.startswith(".lock")] == [path.name]
+    kept = sorted(file.name for file in folder.iterdir() if not file.name.startswith(".lock"))
+    assert kept == [path.name, f"{path.name}.sha256"]
 
 
 def test_whatever_goes_in_makes_another_library(sources: Path, folder: Path) -> None:
@@ -148,6 +150,54 @@ def test_libraries_that_nobody_loads_any_more_go(sources: Path, folder: Path) ->
     assert sorted(file.name for file in folder.glob("*.so")) == sorted(["new.so", made.name])
 
 
+def cut_in_half(library: Path) -> None:
+    library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
+
+
+def make_empty(library: Path) -> None:
+    library.write_bytes(b"")
+
+
+def flip_a_bit(library: Path) -> None:
+    code = bytearray(library.read_bytes())
+    code[len(code) // 2] ^= 1
+    library.write_bytes(code)
+
+
+def lose_the_digest(library: Path) -> None:
+    library.with_name(library.name + ".sha256").unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_in_half, make_empty, flip_a_bit, lose_the_digest])
+def test_a_library_that_is_not_as_it_was_kept_is_compiled_again(
+    damage: Callable[[Path], None], sources: Path, folder: Path
+) -> None:
+    path = build("portable", folder, sources=sources)
+    good = path.read_bytes()
+    damage(path)
+    assert build("portable", folder, sources=sources) == path
+    assert Library("portable", path).bind("answer", ctypes.c_int, [])() == 42
+    assert len(path.read_bytes()) == len(good)
+
+
+def test_a_damaged_library_is_not_used_where_none_can_be_compiled(
+    sources: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_a_bit(build("portable", folder, sources=sources))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KernelError, match="no C\\+\\+ compiler"):
+        build("portable", folder, sources=sources)
+
+
+def test_what_a_killed_compilation_left_goes(sources: Path, folder: Path) -> None:
+    for name in (".build-old", ".build-new"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "half.o").write_bytes(b"")
+    os.utime(folder / ".build-old", (0, 0))
+    build("portable", folder, sources=sources)
+    assert [file.name for file in folder.glob(".build-*")] == [".build-new"]
+
+
 # ---- compilers --------------------------------------------------------------------------------------
 
 
@@ -165,6 +215,16 @@ def test_gcc_goes_before_clang_where_pytorch_brings_gccs_openmp(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert find_compiler(None, Path("libgomp.so.1")).command == (str(tmp_path / "bin" / "g++"),)
     assert find_compiler(None, Path("libomp.dylib")).command == (str(tmp_path / "bin" / "c++"),)
+
+
+def test_a_broken_compiler_does_not_hide_a_good_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_compiler(tmp_path / "bin", "c++", "broken")
+    (tmp_path / "bin" / "c++").write_text("#!/bin/sh\necho broken wrapper >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(KernelError, match="broken wrapper"):
+        find_compiler()
+    fake_compiler(tmp_path / "bin", "g++", "g++ 12")
+    assert find_compiler().command == (str(tmp_path / "bin" / "g++"),)
 
 
 def test_a_compiler_may_bring_arguments() -> None:
@@ -307,3 +367,13 @@ def test_the_package_ships_the_sources() -> None:
     files = {file for pattern in shipped for file in package.glob(pattern)}
     assert {file for file in SOURCES.iterdir() if file.suffix not in (".py", "") and file.is_file()} <= files
     assert any(file.suffix == ".cpp" for file in files) and any(file.suffix == ".h" for file in files)
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", staticmethod(no_home))
+    with pytest.raises(ConfigError, match="--model-cache-dir"):
+        default_cache_dir()

@@ -339,6 +339,16 @@ def other_shape(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     tensors["layers.1.qkv.values"] = tensors["layers.1.qkv.values"].t().contiguous()
 
 
+def another_transform(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    hadamard = json.loads(metadata["hadamard"])
+    hadamard["layers.0.o"] = 8 - hadamard["layers.0.o"]
+    metadata["hadamard"] = json.dumps(hadamard)
+
+
+def other_activations(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    metadata["activations"] = "mnt8"
+
+
 DAMAGES = {
     "a flipped bit": flip_last_byte,
     "half a file": cut_in_half,
@@ -349,6 +359,8 @@ DAMAGES = {
     "another program's": resaved(no_metadata),
     "a tensor less": resaved(a_tensor_less),
     "a tensor less, digests to match": resaved(a_tensor_less_and_nobody_says_so),
+    "a flipped bit in what it says of a product": resaved(another_transform),
+    "a flipped bit in the scheme": resaved(other_activations),
     "a tensor of another shape": resaved(other_shape),
 }
 

@@ -15,6 +15,7 @@ from headwater.errors import KernelError
 from headwater.kernels.choose import PRICE
 from headwater.kernels.cpu.build import build, compiled_before, library_path
 from headwater.kernels.cpu.compiler import Compiler, find_compiler
+from headwater.kernels.cpu.kept import is_sound
 from headwater.kernels.cpu.openmp import torch_openmp
 from headwater.kernels.cpu.variants import VARIANTS, best_variant, cpu_features, is_x86_64, obstacle
 
@@ -58,7 +59,7 @@ def info(arguments: argparse.Namespace) -> int:
         why_not = obstacle(name)
         runs = ("chosen: the first that runs here" if name == best else "runs here") if why_not is None else why_not
         path = None if compiler is None else library_path(variant, folder, compiler, openmp)
-        if path is None or not path.is_file():
+        if path is None or not is_sound(path):
             path = compiled_before(variant, folder, openmp)
         table.add_row(name, runs, "no" if path is None else f"{path.stat().st_size / 1024:.0f} KiB")
     out.print(table)

@@ -57,6 +57,7 @@ def build_engine(config: EngineConfig, report: Progress, *, observer: LogitsObse
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     cache_dir = config.model.cache_path
+    check_verify_options(config)
     path = resolve(config.model.model, cache_dir, report)
     tokenizer = load_tokenizer(path)
     ops = make_ops(
@@ -124,15 +125,23 @@ def _probe(config: EngineConfig, model: Model, report: Progress) -> tuple[bool, 
     return probe.row_invariant, [probe.line()]
 
 
-def check_verifiable(config: EngineConfig, *, row_invariant: bool) -> None:
-    """ConfigError if hits are to be verified where equal bits are not to be expected: every check would be an alarm."""
+def check_verify_options(config: EngineConfig) -> None:
+    """ConfigError if hits are to be verified where other options leave none, or promise no equal bits."""
     if not config.cache.verify_hits:
         return
+    if not config.cache.enable_prefix_caching:
+        raise ConfigError(
+            "verify_hits checks hits, and without prefix caching there are none: leave one of the two out"
+        )
     if config.model.numerics == "fast":
         raise ConfigError(
             "verify_hits compares bits, which numerics 'fast' does not keep: leave one of the two options out"
         )
-    if not row_invariant:
+
+
+def check_verifiable(config: EngineConfig, *, row_invariant: bool) -> None:
+    """ConfigError if hits are to be verified where equal bits are not to be expected: every check would be an alarm."""
+    if config.cache.verify_hits and not row_invariant:
         raise ConfigError(
             "verify_hits compares bits, and the matrix products that this machine would use do not keep them (a row's "
             "result depends on the rows beside it): leave it out, or try another dtype or other kernels"

@@ -23,7 +23,7 @@ from headwater.model.spec import ModelSpec
 from headwater.model.tensors import LayerTensors, M, Matrix, OuterTensors, TensorReader
 from headwater.types import Progress
 
-RECIPE = 2
+RECIPE = 3
 """Counts the ways in which this file and those it uses have made weights: files of another count are made again."""
 ACTIVATIONS: dict[str, Literal["int8", "compute"]] = {"w8a8": "int8", "w8a16": "compute"}
 

@@ -1,7 +1,7 @@
 """Quantised weights kept on disk, so that only the first start makes them: one safetensors file in the cache folder.
 
-The file's metadata says what it was made of and how, and has a digest of every tensor: a damaged, half-written or
-foreign file is told apart and made again. Written beside and renamed: it is there whole or not at all.
+The file's metadata says what it was made of and how, and has a digest of every tensor and one of itself: a damaged,
+half-written or foreign file is told apart and made again. Written beside and renamed: it is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ MAX_HEADER_BYTES = 1 << 26
 ABANDONED_S = 86_400.0
 DTYPES = {"I8": torch.int8, "F32": torch.float32, "BF16": torch.bfloat16}
 """By their names in safetensors."""
+OWN_DIGEST = "metadata digest"
+"""The entry of the metadata that covers all the others."""
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 NORMS = ("attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm")
 
@@ -73,6 +75,7 @@ class QuantizedFile:
             "activations": model.outer.head.weight.activations,
             "digests": json.dumps({name: _digest_of(tensor) for name, tensor in tensors.items()}),
         }
+        metadata[OWN_DIGEST] = _digest_of_metadata(metadata)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +104,8 @@ class QuantizedFile:
         for key, value in self._identity.items():
             if header.metadata.get(key) != value:
                 return f"{key} is {header.metadata.get(key)!r:.80}, expected {value!r}"
+        if header.metadata.get(OWN_DIGEST) != _digest_of_metadata(header.metadata):
+            return "what it says of itself has changed"
         digests = json.loads(header.metadata["digests"])
         if header.entries.keys() != digests.keys():
             return "other tensors than were kept"
@@ -175,6 +180,11 @@ def _digest(chunks: Iterator[bytes] | list[Any], described: str) -> str:
     for chunk in chunks:
         whole.update(chunk)
     return whole.hexdigest()
+
+
+def _digest_of_metadata(metadata: Mapping[str, str]) -> str:
+    told = {key: value for key, value in metadata.items() if key != OWN_DIGEST}
+    return xxhash.xxh3_128_hexdigest(json.dumps(told, sort_keys=True).encode())
 
 
 def _digest_of(tensor: Tensor) -> str:

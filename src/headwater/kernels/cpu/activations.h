@@ -58,7 +58,7 @@ inline void hadamard(float* x, int64_t n, int64_t size) {
   }
 }
 
-// n: a multiple of 64. u8 = 128 + x * 127 / max|x|, rounded to nearest, ties to even (int8_ref.quantize_rows); returns max|x| / 127. A row
+// u8 = 128 + x * 127 / max|x|, rounded to nearest, ties to even (int8_ref.quantize_rows); returns max|x| / 127. A row
 // that is not finite gets the scale NaN, one of (almost) zeros 0.
 inline float quantize(const float* x, int64_t n, uint8_t* to) {
   typedef uint8_t vb __attribute__((vector_size(LANES)));

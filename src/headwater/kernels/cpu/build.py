@@ -1,7 +1,7 @@
 """Compiling the native kernels for one variant, once per machine, into a cache folder.
 
 The library's name holds digests of all that goes into it, so that whatever changes makes another file, and a
-file that exists is never written again:
+file that is there, whole (kept.py), is never written again:
 
     avx2-<sources, flags, OpenMP runtime>-<compiler>.so
 
@@ -16,21 +16,19 @@ import os
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from headwater.errors import KernelError
 from headwater.kernels.cpu.compiler import COMMON_FLAGS, Compiler, find_compiler, run_compiler
+from headwater.kernels.cpu.kept import SCRATCH, is_sound, keep, remove_unused
 from headwater.kernels.cpu.openmp import torch_openmp
 from headwater.kernels.cpu.variants import VARIANTS, Variant
 from headwater.types import Progress, silent
 
 SOURCES = Path(__file__).parent
 WHAT = "compiling the kernels for this CPU, once"
-UNUSED_S = 90 * 86_400.0
-"""A library nobody has loaded for so long is of another version, compiler or machine."""
 
 
 def build(
@@ -59,16 +57,16 @@ def build(
             raise
         return built
     target = library_path(VARIANTS[variant], folder, chosen, openmp, sources)
-    if target.is_file():
+    if is_sound(target):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / f".lock-{variant}"):
-            if not target.is_file():  # else another process has just made it
-                _remove_unused(folder)
-                with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
+            if not is_sound(target):  # else another process has just made it
+                remove_unused(folder)
+                with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
                     made = _compile(VARIANTS[variant], chosen, openmp, sources, Path(scratch), progress)
-                    os.replace(made, target)
+                    keep(made, target)
     except OSError as error:
         raise KernelError(f"{folder}: cannot keep the compiled kernels there: {error}") from error
     return target
@@ -84,9 +82,9 @@ def library_path(
 
 
 def compiled_before(variant: Variant, folder: Path, openmp: Path | None, sources: Path = SOURCES) -> Path | None:
-    """The newest library of these sources, whichever compiler made it; None if there is none."""
-    found = folder.glob(f"{variant.name}-{_content(variant, openmp, sources)}-*.so")
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    """The newest sound library of these sources, whichever compiler made it; None if there is none."""
+    libraries = folder.glob(f"{variant.name}-{_content(variant, openmp, sources)}-*.so")
+    return max(filter(is_sound, libraries), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _content(variant: Variant, openmp: Path | None, sources: Path) -> str:
@@ -144,10 +142,3 @@ def _alone(lock: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-def _remove_unused(folder: Path) -> None:
-    for library in folder.glob("*.so"):
-        with contextlib.suppress(OSError):  # another process was faster, or it is not ours to remove
-            if time.time() - library.stat().st_mtime > UNUSED_S:
-                library.unlink()

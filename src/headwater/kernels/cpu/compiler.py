@@ -57,7 +57,15 @@ def find_compiler(command: str | None = None, openmp: Path | None = None) -> Com
         if not words or shutil.which(words[0]) is None:
             raise KernelError(f"the C++ compiler {command!r} is not found; {install_hint()}")
         return _describe(words)
-    found = [_describe((path,)) for name in CANDIDATES if (path := shutil.which(name)) is not None]
+    found: list[Compiler] = []
+    broken: list[KernelError] = []
+    for path in filter(None, map(shutil.which, CANDIDATES)):
+        try:
+            found.append(_describe((path,)))
+        except KernelError as error:
+            broken.append(error)
+    if not found and broken:
+        raise broken[0]
     if not found:
         raise KernelError(f"no C++ compiler is found ({', '.join(CANDIDATES)}); {install_hint()}")
     # Clang's OpenMP code calls functions that GCC's runtime, which PyTorch brings on Linux, does not have.
