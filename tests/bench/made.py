@@ -32,6 +32,7 @@ class Made:
     lag_s: float = 0.0001
     evicts: bool = True
     false_hits: bool = False
+    salts: bool = True
     prefixes: tuple[int, ...] = (128, 512, 2048)
     outputs: tuple[int, ...] = (1, 32)
     repeats: int = 10
@@ -77,7 +78,8 @@ class _Maker:
         if role == "evicted":
             return 0 if self.made.evicts else whole
         if role in ("first_differs", "other_salt"):
-            return whole if self.made.false_hits else 0
+            ignored = role == "other_salt" and not self.made.salts
+            return whole if self.made.false_hits or ignored else 0
         return whole if self.made.warm else 0
 
     def sample(self, cell: dict[str, Any], role: str, repeat: int) -> Sample:

@@ -165,6 +165,7 @@ def test_faster_decoding_is_not_credited_to_the_cache(tmp_path: Path) -> None:
         (SMALL.but(counters=False, usage=False), "cached tokens unknown", False),
         (SMALL.but(interference=("none", "evicting"), evicts=False), "eviction not shown", False),
         (SMALL.but(false_hits=True), "false hit", True),
+        (SMALL.but(salts=False), "salt ignored", False),
         (SMALL.but(caches=False), "nothing hit", True),
         (SMALL.but(tokens_per_event=4, usage=False), "events of several tokens", False),
     ],

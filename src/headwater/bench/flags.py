@@ -128,6 +128,12 @@ def _examples(run: Run) -> Iterator[Flag]:
                 f"{text}: what was sent in between did not evict the prefix. That is no fault of the cache; the case "
                 "'evicted' is not shown. A smaller pool or more interference would show it.",
             )
+        elif role == "other_salt":
+            yield Flag(
+                "salt ignored",
+                f"{text}: the server does not keep prefixes of different salts apart. Between tenants that is a leak; the "
+                "figures here are not touched by it.",
+            )
         else:
             yield Flag("false hit", f"{text}. It must not: the server reused KV of another identity.", grave=True)
 
