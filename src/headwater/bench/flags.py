@@ -131,8 +131,8 @@ def _examples(run: Run) -> Iterator[Flag]:
         elif role == "other_salt":
             yield Flag(
                 "salt ignored",
-                f"{text}: the server does not keep prefixes of different salts apart. Between tenants that is a leak; the "
-                "figures here are not touched by it.",
+                f"{text}: the server does not keep prefixes of different salts apart. Between tenants that is a leak; "
+                "the figures here are not touched by it.",
             )
         else:
             yield Flag("false hit", f"{text}. It must not: the server reused KV of another identity.", grave=True)
