@@ -106,9 +106,9 @@ def test_a_history_that_is_cut_once_loses_what_is_kept_once(tokenizer: Tokenizer
 
 
 def test_conversations_that_greet_alike_are_no_cut_history(tokenizer: Tokenizer) -> None:
-    greeting, rules = ("Hi", "Hello! How can I help you today?", "What?"), prose(random.Random(4), 8)
-    for last in ("What?", f"Nothing. {rules}"):
-        talks = [body(rules, f"Why? {rules}", "So.", *greeting), body(rules, *greeting[:2], last)]
+    greeting, rules = ("Hi", "Hello! How can I help you today?"), prose(random.Random(4), 8)
+    for asked, later in (("What?", "What?"), (f"Why? {rules}", f"Nothing. {rules}")):
+        talks = [body(rules, f"Why? {rules}", "So.", *greeting, asked), body(rules, *greeting, later)]
         assert names(look(tokenizer, talks)) == []
 
 

@@ -163,8 +163,7 @@ def facts(base_url: str, headers: dict[str, str], model: str | None) -> ServerFa
             response = client.get(f"{base_url}/models")
         except httpx.HTTPError as error:
             raise BenchError(
-                f"no server answers at {base_url} ({error or type(error).__name__}): start one there, or correct "
-                "--url; without --url one is started for you"
+                f"no server answers at {base_url} ({error or type(error).__name__}): start one there, or correct --url"
             ) from None
         if response.status_code in (401, 403):
             raise BenchError(f"{base_url} refuses without a key (HTTP {response.status_code}): give it with --api-key")
