@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from headwater.serve.run import bind
 from tests.serve.harness import ROOT, children, events_of, exists, fake_command, fake_server, launched, wait_until
 
 
@@ -154,3 +156,32 @@ def test_a_long_temporary_folder_does_not_break_the_socket(monkeypatch: pytest.M
         monkeypatch.setenv("TMPDIR", deep)
         with fake_server() as server:
             server.check_alive()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_answers_do_not_wait_for_the_clients_acknowledgement(host: str) -> None:
+    """With Nagle's algorithm each later answer on a connection, and each event of a stream, comes some 40 ms late.
+
+    asyncio turns it off only for sockets that say that they are TCP.
+    """
+
+    async def nodelay_of_what_is_accepted() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listening = bind(host, 0)
+        server = await asyncio.start_server(connected, sock=listening)
+        _, writer = await asyncio.open_connection(host, listening.getsockname()[1])
+        nodelay = await asyncio.wait_for(accepted, 10)
+        writer.close()
+        server.close()
+        return nodelay
+
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    assert asyncio.run(nodelay_of_what_is_accepted()) != 0

@@ -83,7 +83,8 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        # The protocol by name: asyncio turns Nagle's algorithm off only where it reads it; answers would wait for it.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a host with a label of 64 characters
         raise _cannot_listen(error, host, port) from None
     try:
