@@ -3,6 +3,7 @@ usage and header, and asked again afterwards. (test_explain_hybrid.py has the on
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,16 +12,23 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
+from headwater.cli.top import fetch, screen
 from headwater.text.tokenizer import Tokenizer, load_tokenizer
 from tests.serve.explain_core import ADAPTED
 from tests.serve.harness import Server, events_of, launched, wait_until
+from tests.serve.ui.browser import browser, complaints
+from tests.serve.ui.steps import css, opened, text, until
 
 Json = dict[str, Any]
 
 MODEL = "smollm2-135m"
 
 SYSTEM = "You are the guide of a small museum about rivers. Answer in one short sentence, and never invent a number."
+
+SAID: dict[str, str] = {}
+"""What the tests of this module heard: reason -> the last sentence that told it."""
 
 MORE = " And how long does it take until it reaches the sea, if nobody builds a dam on its way?"
 
@@ -68,7 +76,16 @@ def check(server: Server, body: Json, reason: str, path: str = "/v1/completions"
     n_cached = int(fields["hit"]) + int(fields.get("copied", 0))
     assert n_cached == usage["prompt_tokens_details"]["cached_tokens"]
     assert told["compute_tokens"] == usage["prompt_tokens"] - n_cached
+    SAID[reason] = told["stop"]["sentence"]
+    until(lambda: SAID[reason] in in_the_terminal(server))
     return foreseen
+
+
+def in_the_terminal(server: Server) -> str:
+    """What `headwater top` shows now."""
+    out = Console(width=300, file=io.StringIO(), color_system=None)
+    out.print(screen(fetch(server.url, None), server.url))
+    return out.file.getvalue()
 
 
 def test_no_record_partial_block_and_last_token(real: Server) -> None:
@@ -206,3 +223,14 @@ def test_explaining_leaves_the_metrics_and_the_hits_as_they_were(real: Server) -
     assert {name for name, value in before.items() if after[name] != value} == set()
     usage = real.complete(prompt, max_tokens=1, **own)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == told["hit_tokens"] + told["copied_tokens"]
+
+
+def test_the_page_says_every_reason(real: Server) -> None:
+    if not SAID:
+        pytest.skip("no other test of this module ran: there is nothing that the page could say")
+    with browser() as page:
+        opened(page, real)
+        until(lambda: css(page, "#requests-more").is_displayed())
+        css(page, "#requests-more").click()
+        until(lambda: all(sentence in text(page, "#request-list") for sentence in SAID.values()))
+        assert complaints(page) == []

@@ -128,7 +128,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def command(self, start: Start, port: int, plan: Plan) -> list[str]:
         """The command that starts the server for ``start``."""
         n_blocks = self.pool_blocks(plan)
-        pool = {"num_blocks": str(n_blocks), "pool_tokens": str(n_blocks * self.block_size)}
+        # vLLM keeps one block for itself, and refuses a context that fills them all.
+        pool = {"num_blocks": str(n_blocks), "pool_tokens": str((n_blocks - 1) * self.block_size)}
         evicting = start.interference == "evicting"
         values = {
             "port": str(port),

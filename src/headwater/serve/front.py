@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -30,6 +33,10 @@ from headwater.text.tokenizer import Tokenizer
 from headwater.types import FinishReason
 
 T = TypeVar("T")
+
+NICENESS = 10
+"""Of the threads that work on text. They compete for cores with the engine, which has as many threads as there are, and
+one of its threads that is put aside holds up all the others (docs/performance.md)."""
 
 MAX_TEXT_JOBS = 1024
 """Requests that may wait for the tokenizer's thread; one more is refused with 503."""
@@ -74,8 +81,8 @@ class Front:
         client.add_stats_listener(self.metrics.observe_steps)
         self.started = int(time.time())
         self._tokenizer = tokenizer
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
-        self._places = ThreadPoolExecutor(max_workers=1, thread_name_prefix="place")
+        self._pool = ThreadPoolExecutor(1, "text", give_way)
+        self._places = ThreadPoolExecutor(1, "place", give_way)
         self._n_text_jobs = 0
         self._longest_token_bytes = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
         self.ui = ui
@@ -228,6 +235,12 @@ class Front:
         except (asyncio.CancelledError, GeneratorExit):
             self.metrics.count_disconnect()
             raise
+
+
+def give_way() -> None:
+    """Let the calling thread take only what the engine's leave over, where a thread can have a priority of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def new_id(prefix: str) -> str:
