@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from headwater.cache.block import Node
 from headwater.cache.extras import shared_extras
 from headwater.cache.group import longest_hit
-from headwater.cache.key import TOKEN_BYTES
+from headwater.cache.key import TOKEN_BYTES, token_ids
 from headwater.cache.lookup import Lookup, Stop, StopReason
 
 if TYPE_CHECKING:
@@ -340,8 +340,7 @@ def _what_follows(nearest: _Nearest, viewer: Viewer) -> tuple[tuple[int, ...], N
         if below is None:
             break
         node, tokens = below, tokens + below.tokens
-    ids = memoryview(tokens[: SHOWN_TOKENS * TOKEN_BYTES])
-    return tuple(int.from_bytes(ids[k : k + TOKEN_BYTES], "little") for k in range(0, len(ids), TOKEN_BYTES)), node
+    return token_ids(tokens[: SHOWN_TOKENS * TOKEN_BYTES]), node
 
 
 # ---- other namespaces ---------------------------------------------------------------------------

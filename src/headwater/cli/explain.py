@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from headwater.cli.explain_arguments import OVER_THE_LIMIT
 from headwater.cli.loading import LoadingBar
+from headwater.cli.status import OVER_THE_LIMIT
 from headwater.config import ModelConfig
 from headwater.errors import ConfigError
 from headwater.explaining.findings import Finding, Kind, Report

@@ -6,10 +6,8 @@ import argparse
 from pathlib import Path
 
 from headwater.cli.numbers import whole
+from headwater.cli.status import OVER_THE_LIMIT
 from headwater.config import ModelConfig
-
-OVER_THE_LIMIT = 3
-"""The exit status when more is lost than --fail-over allows."""
 
 EXAMPLES = """examples:
   headwater explain requests.jsonl                             the default model's tokenizer and chat template

@@ -10,7 +10,8 @@ from typing import Any
 
 from headwater.errors import BadRequest
 from headwater.explaining.prompt import Body, Messages, Prompt
-from headwater.explaining.same import canonical, common_chars, exact, first_difference
+from headwater.explaining.same import canonical, exact, first_difference
+from headwater.text.common import common_length
 
 ARGUMENTS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 THOUGHT = "<think>"
@@ -82,7 +83,7 @@ def _helps(one: Prompt, two: Prompt, at: int, name: str) -> bool:
         text = one.rerender(one.messages, {name: two.body.get(name)})
     except BadRequest:
         return False  # what the second request asks for does not go with the first one's messages
-    return common_chars(text, two.text) > at
+    return common_length(text, two.text) > at
 
 
 def _from_messages(one: Prompt, two: Prompt, at: int) -> Origin:

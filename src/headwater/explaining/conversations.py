@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headwater.explaining.prompt import Messages
-from headwater.explaining.same import canonical, common_chars
+from headwater.explaining.same import canonical
+from headwater.text.common import common_length
 
 SYSTEM_ROLES = ("system", "developer")
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -86,8 +87,8 @@ class Conversations:
         """Whether one message alone shows that two requests are turns of a conversation."""
         if ours == theirs or len(first) >= MIN_TELLING_CHARS:
             return True
-        kept = common_chars(ours, theirs)
-        kept += common_chars(ours[kept:][::-1], theirs[kept:][::-1])
+        kept = common_length(ours, theirs)
+        kept += common_length(ours[kept:][::-1], theirs[kept:][::-1])
         return 2 * kept >= min(len(ours), len(theirs))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from headwater.explaining.cause import Cause, Origin, find_origin
 from headwater.explaining.prompt import CheckText, Prompt, any_length, read_prompt
-from headwater.explaining.same import common_chars, common_tokens
+from headwater.explaining.same import common_tokens
+from headwater.text.common import common_length
 from headwater.text.locate import MESSAGE, Place, Span
 from headwater.text.tokenizer import Tokenizer
 
@@ -80,7 +81,7 @@ def compare_bodies(
 
 def compare(one: Prompt, two: Prompt, tokenizer: Tokenizer, *, block_size: int) -> Comparison:
     n_shared = common_tokens(one.token_ids, two.token_ids)
-    n_chars = common_chars(one.text, two.text)
+    n_chars = common_length(one.text, two.text)
     relation = _relation(one, two, n_shared)
     namespaces = _namespaces(one, two)
     if relation is Relation.EQUAL:

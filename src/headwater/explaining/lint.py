@@ -17,10 +17,10 @@ from headwater.explaining.log import BadLine, Line
 from headwater.explaining.loss import Loss
 from headwater.explaining.neighbours import TOKEN_BYTES, Neighbours, token_key
 from headwater.explaining.pieces import piece_losses, tool_losses
-from headwater.explaining.same import common_chars
 from headwater.explaining.seen import Seen
 from headwater.explaining.turns import cut_losses, turn_losses
 from headwater.explaining.volatile import Masker
+from headwater.text.common import common_length
 from headwater.text.tokenizer import Tokenizer
 
 MIN_SHARE = 0.02
@@ -85,7 +85,7 @@ class _Looking:
             losses += tool_losses(seen, other, masked[1], n_shared)
         if parent is not None:
             before = self._requests[parent]
-            n_same = common_chars(seen.masked.text, before.masked.text)
+            n_same = common_length(seen.masked.text, before.masked.text)
             losses += piece_losses(seen, before, n_same, n_shared, 0)
             losses += turn_losses(seen, before, n_shared, self._masker)
         elif cut is not None:

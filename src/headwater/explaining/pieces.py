@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from headwater.explaining.findings import Kind
 from headwater.explaining.loss import Loss, example
-from headwater.explaining.same import canonical, common_chars, exact
+from headwater.explaining.same import canonical, exact
 from headwater.explaining.seen import Seen
 from headwater.explaining.volatile import Atom, Volatile
+from headwater.text.common import common_length
 from headwater.text.locate import TEMPLATE, Place
 
 MIN_TOKENS = 16
@@ -80,7 +81,7 @@ def _piece_loss(seen: Seen, other: Seen, pair: Pair, place: Place, n_lost: int) 
     context = seen.masked.text[max(0, ours.at - CONTEXT_CHARS) : ours.at]
     first, second = ours.first, theirs.first
     if ours.kind is Volatile.JSON:
-        same = common_chars(seen.masked.slice(ours), other.masked.slice(theirs))
+        same = common_length(seen.masked.slice(ours), other.masked.slice(theirs))
         place = seen.settled_place(first + same)
         first, second = first + same, second + same
     shown = example(
@@ -139,7 +140,7 @@ def tool_losses(seen: Seen, other: Seen, n_common: int, n_shared: int) -> list[L
     if Counter(ours) != Counter(theirs):
         return []
     potential = seen.settled.tokens_before(seen.masked.source_index(n_common))
-    first = common_chars(seen.plain.text, other.plain.text)
+    first = common_length(seen.plain.text, other.plain.text)
     n_lost = potential - max(n_shared, seen.plain.tokens_before(first))
     if n_lost < MIN_TOKENS:
         return []

@@ -7,35 +7,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headwater.text.common import common_length
+
 FIRST_FIELDS = ("role", "content")
 """Of a message, looked at before its other fields: their order is the one in which they are rendered."""
 
 
-def common_chars(a: str, b: str) -> int:
-    """How many characters two texts have in common at their beginning."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two lists of ids have in common at their beginning."""
-    left, right = array("q", a).tobytes(), array("q", b).tobytes()
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[8 * low : 8 * middle] == right[8 * low : 8 * middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    left, right = array("q", a), array("q", b)
+    return common_length(left.tobytes(), right.tobytes()) // left.itemsize
 
 
 def exact(value: Any) -> str:

@@ -7,9 +7,10 @@ from headwater.explaining.conversations import is_end_and_beginning, split_syste
 from headwater.explaining.findings import Kind
 from headwater.explaining.loss import Loss, example
 from headwater.explaining.pieces import MIN_TOKENS
-from headwater.explaining.same import canonical, common_chars, common_tokens, exact, first_difference
+from headwater.explaining.same import canonical, common_tokens, exact, first_difference
 from headwater.explaining.seen import Seen
 from headwater.explaining.volatile import Masker
+from headwater.text.common import common_length
 from headwater.text.locate import MESSAGE, TEMPLATE, Place
 from headwater.text.messages import plain_messages
 
@@ -63,7 +64,7 @@ def _arguments(seen: Seen) -> object:
 
 def _changed(seen: Seen, before: Seen, n_shared: int, kind: Kind, n_messages: int, root: str) -> list[Loss]:
     """The system prompt or the tools are others; without that the first ``n_messages`` would be shared."""
-    first = common_chars(seen.plain.text, before.plain.text)
+    first = common_length(seen.plain.text, before.plain.text)
     end = max((piece.end for piece in seen.prompt.pieces if piece.message < n_messages), default=first)
     n_lost = seen.plain.tokens_before(end) - max(n_shared, seen.plain.tokens_before(first))
     if n_lost < MIN_TOKENS:
@@ -72,7 +73,7 @@ def _changed(seen: Seen, before: Seen, n_shared: int, kind: Kind, n_messages: in
 
 
 def _client_rewrites(seen: Seen, before: Seen, n_shared: int, root: str) -> list[Loss]:
-    first = common_chars(seen.plain.text, before.plain.text)
+    first = common_length(seen.plain.text, before.plain.text)
     n_lost = before.plain.tokens_before(len(before.plain.text)) - max(n_shared, before.plain.tokens_before(first))
     if n_lost < 1:
         return []
@@ -88,7 +89,7 @@ def _template_rewrites(seen: Seen, before: Seen, n_shared: int) -> list[Loss]:
     expected = before.plain.text if answered else before.without_answer()
     if expected is None:
         return []
-    first = common_chars(seen.plain.text, expected)
+    first = common_length(seen.plain.text, expected)
     if first < len(expected):
         n_lost = before.plain.tokens_before(len(expected)) - max(n_shared, before.plain.tokens_before(first))
         if n_lost < 1:
@@ -136,7 +137,7 @@ def _answer_rewritten(seen: Seen, before: Seen, n_shared: int) -> list[Loss]:
     elif not content or shown.startswith(content.rstrip()) or message.get("tool_calls"):
         return []
     elif "</think>" in content and "</think>" not in shown:
-        detail, same = REASONING_REMOVED, common_chars(shown, content)
+        detail, same = REASONING_REMOVED, common_length(shown, content)
     elif content[0].isspace() and shown.startswith(content.strip()):
         detail, same = SPACES_TRIMMED, 0
     else:
@@ -156,7 +157,7 @@ def _root(seen: Seen, before: Seen, masker: Masker) -> str:
     """The same for turns of one kind of conversation: how their system prompts begin, or how they end where they
     begin with what changes."""
     ours, theirs = (masker.mask_line(system_text(one.messages)) for one in (seen, before))
-    if common_chars(ours, theirs) >= min(ROOT_CHARS, len(theirs)):
+    if common_length(ours, theirs) >= min(ROOT_CHARS, len(theirs)):
         return theirs[:ROOT_CHARS]
     return theirs[-ROOT_CHARS:] if ours[-ROOT_CHARS:] == theirs[-ROOT_CHARS:] else ""
 

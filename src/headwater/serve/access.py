@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from starlette.requests import HTTPConnection
 
+from headwater.cache.account import Viewer
 from headwater.cache.extras import frame
 from headwater.config import ServerConfig
 from headwater.errors import ConfigError
@@ -39,6 +40,11 @@ class Caller:
 
     sender: str
     operator: bool
+
+    @property
+    def viewer(self) -> Viewer:
+        """The same, as a reader of accounts."""
+        return Viewer(self.sender, self.operator)
 
 
 class GivenKey(NamedTuple):

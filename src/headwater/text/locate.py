@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from headwater.errors import BadRequest
+from headwater.text.common import common_length
 from headwater.text.messages import plain_messages
 from headwater.text.tokenizer import Tokenizer
 
@@ -251,24 +252,12 @@ def _shown(rendered: str, content: str, start: int, end: int, message: int, role
     offset = content.rfind(text)  # the last one: what is cut off is a thought before the answer, or spaces
     if text == content or offset >= 0:
         return [Piece(message, role, start, end, max(offset, 0))]
-    same = _common(text, content)
+    same = common_length(text, content)
     pieces = [Piece(message, role, start, start + same, 0)] if same else []
-    tail = _common(text[same:][::-1], content[same:][::-1])
+    tail = common_length(text[same:][::-1], content[same:][::-1])
     if tail:
         pieces.append(Piece(message, role, end - tail, end, len(content) - tail))
     return pieces
-
-
-def _common(a: str, b: str) -> int:
-    """How many characters two texts have in common at their beginning."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _by_order(rendered: str, plain: Sequence[Mapping[str, Any]]) -> list[Piece]:

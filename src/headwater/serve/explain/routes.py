@@ -9,7 +9,6 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headwater.cache.account import Viewer
 from headwater.engine.messages import Explain, Explained
 from headwater.errors import BadRequest
 from headwater.serve.access import Caller
@@ -39,7 +38,7 @@ async def _explain(front: Front, request: Request, caller: Caller, prepared: Pre
         return Explain(
             call_id,
             token_ids,
-            Viewer(caller.sender, caller.operator),
+            caller.viewer,
             cache_salt=front.access.salt(caller, asked.cache_salt),
             skip_reading_prefix_cache=asked.skip_reading_prefix_cache,
         )
@@ -73,7 +72,7 @@ def explain_finished(front: Front, request: Request, request_id: str) -> Respons
     """
     caller = front.access.caller(request)
     finished = front.accounts.get(request_id)
-    if finished is None or not Viewer(caller.sender, caller.operator).may_see((finished[0].sender,)):
+    if finished is None or not caller.viewer.may_see((finished[0].sender,)):
         kept = (
             f"the last {front.accounts.max_answers} are kept" if front.info.explain else "none is kept (--no-explain)"
         )

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headwater.cache.account import Account, Difference, Run, State, Viewer
+from headwater.cache.account import Account, Difference, Run, State
 from headwater.engine.messages import PrefixAccount
 from headwater.serve.access import Caller
 from headwater.serve.explain.ring import Finished, Where
@@ -54,7 +54,7 @@ class Teller:
     def account(self, prefix: PrefixAccount, caller: Caller, where: Where | None) -> Json:
         """An account, to ``caller``: without what others sent, unless it is the operator. ``where``: the place of the
         difference in a chat request."""
-        account = prefix.account.seen_by(Viewer(caller.sender, caller.operator))
+        account = prefix.account.seen_by(caller.viewer)
         stop, seconds = account.stop, prefix.estimate_s
         told: Json = {
             "n_tokens": account.n_tokens,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headwater.cache.key import token_ids
 from headwater.engine.messages import BlockView
 
 Json = dict[str, Any]
@@ -22,7 +23,7 @@ class Wording:
         """The text of tokens in little-endian uint32; None if it is not told."""
         if self.redact:
             return None
-        return self.text([int.from_bytes(packed[k : k + 4], "little") for k in range(0, len(packed), 4)])
+        return self.text(token_ids(packed))
 
     def block(self, view: BlockView) -> Json:
         """One block, for the page and for tools."""
