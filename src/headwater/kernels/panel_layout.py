@@ -37,6 +37,8 @@ class Store(ctypes.Structure):
         ("v", ctypes.c_void_p),
         ("k_scale", ctypes.c_void_p),
         ("v_scale", ctypes.c_void_p),
+        ("block_stride", ctypes.c_int64),
+        ("scale_stride", ctypes.c_int64),
         ("n_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
@@ -45,7 +47,8 @@ class Store(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PanelPages(Pages):
-    """K and V [n_blocks, n_kv_heads, block_size * head_dim], scales [n_blocks, n_kv_heads, block_size]."""
+    """K and V [n_blocks, n_kv_heads, block_size * head_dim], scales [n_blocks, n_kv_heads, block_size]: views of one
+    layer, each block's part contiguous, the blocks a stride apart."""
 
     store: Store = field(default_factory=Store, compare=False, repr=False)
     address: int = field(default=0, compare=False, repr=False)
@@ -102,12 +105,17 @@ class PanelLayout:
         return 2 * self.block_size * self.n_kv_heads * (self.head_dim * self.kv_dtype.itemsize + scale_bytes)
 
     def allocate(self, n_layers: int, n_blocks: int) -> list[Pages]:
-        """Zeros; memory is spent where something is written."""
-        values = huge_tensor((n_layers, 2, n_blocks, self.n_kv_heads, self.block_size * self.head_dim), self.kv_dtype)
+        """Zeros; memory is spent where something is written. All layers of a block lie together: blocks that were never
+        used cost nothing, and the first one used costs a huge page, not one per layer."""
+        shape = (n_blocks, n_layers, 2, self.n_kv_heads)
+        values = huge_tensor((*shape, self.block_size * self.head_dim), self.kv_dtype)
         if self.kv_dtype is not torch.int8:
-            return [self._pages(k, v) for k, v in values]
-        scales = huge_tensor((n_layers, 2, n_blocks, self.n_kv_heads, self.block_size), torch.float32)
-        return [self._pages(*layer, *scale) for layer, scale in zip(values, scales, strict=True)]
+            return [self._pages(values[:, layer, 0], values[:, layer, 1]) for layer in range(n_layers)]
+        scales = huge_tensor((*shape, self.block_size), torch.float32)
+        return [
+            self._pages(values[:, layer, 0], values[:, layer, 1], scales[:, layer, 0], scales[:, layer, 1])
+            for layer in range(n_layers)
+        ]
 
     def _pages(self, k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> PanelPages:
         store = Store(
@@ -115,6 +123,8 @@ class PanelLayout:
             v.data_ptr(),
             None if k_scale is None else k_scale.data_ptr(),
             None if v_scale is None else v_scale.data_ptr(),
+            k.stride(0),
+            0 if k_scale is None else k_scale.stride(0),
             self.n_kv_heads,
             self.head_dim,
             self.block_size,

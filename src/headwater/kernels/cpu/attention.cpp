@@ -317,7 +317,7 @@ template <class T> class Worker {
       else rows<T>(table, head, at, first - j * PANEL, last - j * PANEL, k, v);
       return;
     }
-    const int64_t begin = store_.slot(table[at / size], head, at % size) * dim;
+    const int64_t begin = store_.at(table[at / size], head, at % size);
     if (int8) {
       s.keys.k[j] = k;
       for (int i = 0; i < PANEL * dim; i += LANES) widen((const int8_t*)store_.k + begin + i, k + i);
@@ -335,7 +335,7 @@ template <class T> class Worker {
   // Slots first .. last - 1 of a panel that begins at position ``at``, from a store without panels.
   template <class E> void rows(const int32_t* table, int head, int at, int first, int last, T* k, T* v) {
     for (int slot = first; slot < last; slot++) {
-      const int64_t row = store_.slot(table[(at + slot) / store_.block_size], head, (at + slot) % store_.block_size) * dim;
+      const int64_t row = store_.at(table[(at + slot) / store_.block_size], head, (at + slot) % store_.block_size);
       for (int d = 0; d < dim; d++) k[k_at<T>(slot, d)] = as(T{}, ((const E*)store_.k)[row + d]);
       for (int d = 0; d < dim; d++) v[v_at<T>(slot, d, dim)] = as(T{}, ((const E*)store_.v)[row + d]);
     }
@@ -345,7 +345,7 @@ template <class T> class Worker {
     const int size = store_.block_size, base = split * SPLIT;
     for (int i = first, n; i < last; i += n) {
       n = std::min(last - i, size - (base + i) % size);  // to the end of a block
-      const int64_t slot = store_.slot(table[(base + i) / size], head, (base + i) % size);
+      const int64_t slot = store_.scale_at(table[(base + i) / size], head, (base + i) % size);
       std::copy_n(store_.k_scale + slot, n, s.keys.k_scale + i);
       std::copy_n(store_.v_scale + slot, n, s.keys.v_scale + i);
     }

@@ -1,7 +1,8 @@
 // The paged store and a step's batch as rope.cpp and attention.cpp see them. The Python side (native_attention.py)
 // fills in the same structures.
 //
-// A head's slots of a block lie together: [block][kv head][block_size * head_dim]. Where block_size is a multiple of 16
+// A block's K and V of all layers lie together, so that a layer's blocks are block_stride elements apart; in one, a head's
+// slots lie together: [kv head][block_size * head_dim]. Where block_size is a multiple of 16
 // they go in panels of 16 slots, in the order in which the dot products read them; a dword holds PAIR = 2 bf16 or 1 float:
 //
 //   K panel  [head_dim / PAIR][16 slots][PAIR dims]        V panel  [16 / PAIR][head_dim][PAIR slots]
@@ -18,13 +19,16 @@ constexpr int MAX_HEAD_DIM = 256;
 
 struct Store {  // one layer
   void *k, *v;
-  float *k_scale, *v_scale;  // [block][kv head][block_size]; null unless the values are int8
+  float *k_scale, *v_scale;            // of a block [kv head][block_size]; null unless the values are int8
+  int64_t block_stride, scale_stride;  // from a block to the next: elements of k and v, of the scales
   int32_t n_kv_heads, head_dim, block_size;
 
   bool panelled() const { return block_size % PANEL == 0; }
-  // Of a head's slot in a block, counted over all heads and blocks: where its scale is, and head_dim times that its panel
-  // or row begins.
-  int64_t slot(int64_t block, int head, int offset) const { return (block * n_kv_heads + head) * block_size + offset; }
+  // Where the row of a head's slot begins in k and v; its panel, if offset is a panel's first slot.
+  int64_t at(int64_t block, int head, int offset) const {
+    return block * block_stride + ((int64_t)head * block_size + offset) * head_dim;
+  }
+  int64_t scale_at(int64_t block, int head, int offset) const { return block * scale_stride + head * block_size + offset; }
 };
 
 struct Step {  // one group's part of a batch, see ops.py

@@ -51,14 +51,14 @@ float quantize(const float* x, int8_t* y, int dim) {
 template <class T, class E> void scatter(const Store& s, int64_t block, int head, int offset, const E* k, const E* v) {
   const int dim = s.head_dim;
   if (!s.panelled()) {
-    const int64_t row = s.slot(block, head, offset) * dim;
+    const int64_t row = s.at(block, head, offset);
     std::memcpy((E*)s.k + row, k, dim * sizeof(E));
     std::memcpy((E*)s.v + row, v, dim * sizeof(E));
     return;
   }
   const int slot = offset % PANEL;
-  E* k_panel = (E*)s.k + s.slot(block, head, offset - slot) * dim;
-  E* v_panel = (E*)s.v + s.slot(block, head, offset - slot) * dim;
+  E* k_panel = (E*)s.k + s.at(block, head, offset - slot);
+  E* v_panel = (E*)s.v + s.at(block, head, offset - slot);
   for (int d = 0; d < dim; d++) k_panel[k_at<T>(slot, d)] = k[d];
   for (int d = 0; d < dim; d++) v_panel[v_at<T>(slot, d, dim)] = v[d];
 }
@@ -74,8 +74,8 @@ template <class T> void write(const Store& s, int64_t slot, int head, const floa
   float wide[MAX_HEAD_DIM];
   int8_t k8[MAX_HEAD_DIM], v8[MAX_HEAD_DIM];
   for (int i = 0; i < dim; i += LANES) store(wide + i, load(v + i));
-  s.k_scale[s.slot(block, head, offset)] = quantize(k, k8, dim);
-  s.v_scale[s.slot(block, head, offset)] = quantize(wide, v8, dim);
+  s.k_scale[s.scale_at(block, head, offset)] = quantize(k, k8, dim);
+  s.v_scale[s.scale_at(block, head, offset)] = quantize(wide, v8, dim);
   scatter<T>(s, block, head, offset, k8, v8);
 }
 
