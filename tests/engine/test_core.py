@@ -12,7 +12,7 @@ import pytest
 
 from headwater.cache.prefix import PrefixCache
 from headwater.config import CacheConfig, SchedulerConfig
-from headwater.engine.core import EngineCore
+from headwater.engine.core import EngineCore, IdleWork, Verifier, VerifyCounts
 from headwater.engine.messages import Delta, EngineInfo, ResetCache, Submit
 from headwater.sched.scheduler import Scheduler
 from headwater.types import FinishReason, GroupKind, GroupSpec, Namespace, SamplingParams
@@ -43,6 +43,8 @@ class Engine:
     caching: bool = True
     partial: bool = True
     rng_seed: int = 1
+    verifier: Verifier | None = None
+    idle: tuple[IdleWork, ...] = ()
     script: dict[str, bytes | list[int]] = field(default_factory=dict)
     """What a request's output tokens are, where the test decides."""
 
@@ -69,6 +71,8 @@ class Engine:
             namespace=Namespace(b"weights"),
             rng=random.Random(self.rng_seed),
             clock=clock,
+            verifier=self.verifier,
+            idle=self.idle,
         )
 
     def submit(self, r: str, prompt: list[int] | bytes, *, out: bytes | list[int] | None = None, **kw: Any) -> None:
@@ -478,3 +482,33 @@ def test_a_preempted_request_says_everything_once() -> None:
         assert len(engine.deltas[r]) == len(engine.tokens(r)) == n
         assert [d.prefix_stop is not None for d in engine.deltas[r]] == [True] + [False] * (n - 1)
         assert {d.usage.n_cached for d in engine.deltas[r]} == {0}  # type: ignore[union-attr]
+
+
+class Chore:
+    """Idle work that says when it was done."""
+
+    def __init__(self, name: str, done: list[str], n: int) -> None:
+        self._name, self._done, self._left = name, done, n
+        self.counts = VerifyCounts()
+
+    @property
+    def pending(self) -> bool:
+        return self._left > 0
+
+    def work(self) -> None:
+        self._left -= 1
+        self._done.append(self._name)
+
+
+def test_idle_work_is_done_piece_by_piece_the_check_of_hits_first_and_never_beside_requests() -> None:
+    done: list[str] = []
+    engine = Engine(verifier=Chore("check", done, 2), idle=(Chore("a", done, 1), Chore("b", done, 1)))
+    assert engine.core.hits_to_verify and engine.core.idle_work
+    engine.submit("r", b"abc", params={"max_tokens": 1})
+    engine.core.work_idle()
+    assert done == []
+    engine.run()
+    while engine.core.idle_work:
+        engine.core.work_idle()
+    assert done == ["check", "check", "a", "b"]
+    assert not engine.core.hits_to_verify

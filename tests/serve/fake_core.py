@@ -111,6 +111,10 @@ class FakeCore:
     def idle_work(self) -> bool:
         return self._n_idle > 0
 
+    @property
+    def hits_to_verify(self) -> bool:
+        return self.idle_work
+
     def close(self) -> None: ...
 
     def work_idle(self) -> None:

@@ -46,6 +46,7 @@ def _audit_pool(cache: PrefixCache) -> None:
     pool = cache.pool
     free = set(pool.free)
     _check(len(free) == len(pool.free), "a block is free twice")
+    _check(free >= set(range(pool.n_used_ever, pool.n_blocks)), "a block is used that counts as never used")
     _check(not free & pool.evictable.keys(), "a block is both free and evictable")
     for block in range(pool.n_blocks):
         refs, published = pool.refs[block], pool.node[block] is not None

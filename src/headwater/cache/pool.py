@@ -34,6 +34,8 @@ class BlockPool:
         """Per block: the group that it was last taken for."""
         self.free: list[BlockId] = list(range(n_blocks - 1, -1, -1))
         """A stack: the last is taken first."""
+        self.n_used_ever = 0
+        """No block numbered from here on was ever taken. (The stack gives the lowest first.)"""
         self.evictable: OrderedDict[BlockId, float] = OrderedDict()
         """The next to be evicted first, each with when it was given back. (Popping a plain dict from the left costs a
         scan of what was popped.)"""
@@ -64,6 +66,7 @@ class BlockPool:
         taken = self.free[len(self.free) - n_free :]
         del self.free[len(self.free) - n_free :]
         taken.reverse()
+        self.n_used_ever = max(self.n_used_ever, max(taken, default=-1) + 1)
         pop = self.evictable.popitem
         evicted = [pop(last=False)[0] for _ in range(n - n_free)]
         taken += evicted

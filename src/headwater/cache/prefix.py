@@ -120,6 +120,11 @@ class PrefixCache:
         """Blocks that can be allocated now: free and evictable ones."""
         return self.pool.available
 
+    @property
+    def n_used_ever(self) -> int:
+        """Blocks numbered from here on were never given out: nothing can be in them."""
+        return self.pool.n_used_ever
+
     def chain(self, namespace: Namespace, tokens: Iterable[int], extras: Sequence[Extra] = ()) -> TokenChain:
         """The chain of a request's tokens. BadRequest for what is no token id."""
         return TokenChain(namespace, self.unit, self.hasher, tokens, extras)

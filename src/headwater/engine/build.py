@@ -10,6 +10,7 @@ import torch
 from headwater.cache.events import EventLog
 from headwater.cache.prefix import PrefixCache
 from headwater.config import EngineConfig
+from headwater.engine.ahead import MemoryAhead
 from headwater.engine.core import EngineCore
 from headwater.engine.event_sender import publish_events
 from headwater.engine.messages import EngineInfo
@@ -89,6 +90,8 @@ def build_engine(config: EngineConfig, report: Progress, *, observer: LogitsObse
     n_scratch = n_scratch_blocks(len(groups)) if config.cache.verify_hits else 0
     store = _store(layout, groups, memory, n_scratch)
     runner = Runner(model, store, groups, observer=observer)
+    ahead = MemoryAhead(cache, store)
+    ahead.work_all()
     verifier = _verifier(config, cache, runner, store)
     parts = () if verifier is None else (verifier,)
     scheduler = Scheduler(cache, config.scheduler, max_model_len=memory.max_model_len, parts=parts)
@@ -111,6 +114,7 @@ def build_engine(config: EngineConfig, report: Progress, *, observer: LogitsObse
         namespace=Namespace(model.weights_digest),
         rng=random.Random(config.model.seed),
         verifier=verifier,
+        idle=(ahead,),
         events=publisher,
     )
     return BuiltEngine(core, tokenizer, cache, scheduler, runner, model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -63,10 +63,8 @@ class VerifyCounts:
     """The computation itself failed."""
 
 
-class Verifier(Protocol):
-    """Checks hit blocks in idle time, one in each ``work``."""
-
-    counts: VerifyCounts
+class IdleWork(Protocol):
+    """Something for idle time, in short pieces."""
 
     @property
     def pending(self) -> bool: ...
@@ -74,12 +72,18 @@ class Verifier(Protocol):
     def work(self) -> None: ...
 
 
+class Verifier(IdleWork, Protocol):
+    """Checks hit blocks in idle time, one in each ``work``."""
+
+    counts: VerifyCounts
+
+
 class EngineCore:
     """Glue of scheduler, runner and text.
 
     ``namespace`` is the identity of the model that runs (no salt); a request's salt is added to it. ``rng`` draws
-    seeds for requests that bring none. ``verifier`` is what to do in idle time, if anything; ``events`` is who is told
-    what became of the cache, after everything that may have changed it.
+    seeds for requests that bring none. In idle time the ``verifier`` works, then what else is ``idle``. ``events`` is
+    told what became of the cache, after everything that may have changed it.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class EngineCore:
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
         verifier: Verifier | None = None,
+        idle: Iterable[IdleWork] = (),
         events: EventSink | None = None,
     ) -> None:
         self.info = info
@@ -105,6 +110,7 @@ class EngineCore:
         self._rng = rng
         self._clock = clock
         self._verifier = verifier
+        self._idle: tuple[IdleWork, ...] = (*(() if verifier is None else (verifier,)), *idle)
         self._events = NoEvents() if events is None else events
         self._times = StepTimes(info.max_num_batched_tokens)
         explainer = Explainer(cache, namespace, info.vocab_size, self._times)
@@ -125,7 +131,12 @@ class EngineCore:
     @property
     def idle_work(self) -> bool:
         """Is there something for idle time?"""
-        return self._events.pending or (self._verifier is not None and self._verifier.pending)
+        return self._events.pending or any(work.pending for work in self._idle)
+
+    @property
+    def hits_to_verify(self) -> bool:
+        """Is a hit block's check what comes next in idle time?"""
+        return self._verifier is not None and self._verifier.pending
 
     @property
     def doorbell(self) -> int | None:
@@ -265,9 +276,11 @@ class EngineCore:
         return state.delta([], Piece("", FinishReason.ERROR), self._clock(), error=reason)
 
     def work_idle(self) -> None:
-        """A short piece of the work for idle time: one block is computed. Nothing is done while there are requests."""
-        if self._verifier is not None and self._verifier.pending and not self.busy:
-            self._verifier.work()
+        """A short piece of the work for idle time: a block is computed, or memory touched. Nothing is done while there
+        are requests."""
+        next_work = next((work for work in self._idle if work.pending), None)
+        if next_work is not None and not self.busy:
+            next_work.work()
         self._events.flush()
 
     def close(self) -> None:

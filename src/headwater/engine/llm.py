@@ -145,7 +145,7 @@ class LLM:
         and logged as errors), "skipped" (no longer held) and "failed"."""
         core = self._live_core()
         before, n_done = core.stats().counters, 0
-        while core.idle_work and (limit is None or n_done < limit):
+        while core.hits_to_verify and (limit is None or n_done < limit):
             core.work_idle()
             n_done += 1
         after = core.stats().counters

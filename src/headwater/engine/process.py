@@ -80,6 +80,11 @@ class Core(Protocol):
         """Whether ``work_idle`` has anything to do."""
         ...
 
+    @property
+    def hits_to_verify(self) -> bool:
+        """Whether the next ``work_idle`` checks a hit block."""
+        ...
+
     def work_idle(self) -> None:
         """A short piece of work for which no request should wait longer than it takes."""
         ...

@@ -49,6 +49,11 @@ class Pages:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """All that there is of them."""
+        return [part for part in (self.k, self.v, self.k_scale, self.v_scale) if part is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
@@ -94,12 +99,8 @@ class PlainLayout:
         return [Pages(*layer, *scale) for layer, scale in zip(pool, scales, strict=True)]
 
     def read(self, pages: Pages, block: int, n_slots: int) -> tuple[Tensor, ...]:
-        return tuple(part[block, :n_slots] for part in _parts(pages))
+        return tuple(part[block, :n_slots] for part in pages.parts)
 
     def copy(self, pages: Pages, source: int, target: int, n_slots: int) -> None:
-        for part in _parts(pages):
+        for part in pages.parts:
             part[target, :n_slots] = part[source, :n_slots]
-
-
-def _parts(pages: Pages) -> list[Tensor]:
-    return [part for part in (pages.k, pages.v, pages.k_scale, pages.v_scale) if part is not None]

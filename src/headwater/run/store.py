@@ -36,6 +36,12 @@ class KVStore:
     def n_bytes(self) -> int:
         return len(self._pool) * self.n_blocks * self.layout.block_bytes
 
+    def clear(self, first: int, end: int) -> None:
+        """Zeros into pages ``first`` to ``end`` - 1, as they were at first."""
+        for pages in self._pool:
+            for part in pages.parts:
+                part[first:end].zero_()
+
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """One after another: the first ``n_slots`` slots of page ``source`` to ``target``, K and V, in all layers."""
         for copy in copies:
