@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from ctypes import c_int32, c_int64, c_void_p
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from headwater.errors import KernelError
 from headwater.kernels.cpu.library import Library
 from headwater.kernels.int8_ref import Int8Linear, hadamard, quantize_rows
 from headwater.kernels.native_linear import NativeInt8Linear, NativeLinear
+from headwater.kernels.native_rowwise import NativeRowwise
 from headwater.kernels.ops import Int8Weight
 from headwater.kernels.pages import Arena
 
@@ -240,3 +242,22 @@ def test_sizes_for_a_benchmark(library: Library) -> None:
     assert linear.flops(3) == 2 * 3 * 45 * 96
     assert linear.bytes == 64 * 96 * 2 + 3 * 64 * 4  # whole panels, three values a column
     assert (linear.in_features, linear.out_features, linear.dtype, linear.out_dtype) == (96, 45, BF16, F32)
+
+
+@pytest.mark.parametrize("n_rows", [1, 33, 70, 600])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_product_has_the_bits_of_product_and_activation(library: Library, kind: str, n_rows: int) -> None:
+    dtype, f = compute_dtype(kind), 96
+    product = layer(library, kind, 2 * f, 160, dtype)
+    x = (random(4, n_rows, 160) * 3).to(dtype)
+    x[n_rows // 2] = torch.nan  # one row that is no number, and stays alone
+    ops = NativeRowwise(library, dtype)
+    run = library.bind("hw_gated_linear", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p])
+    for gate, act in ((1, "silu"), (2, "gelu_tanh")):
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out = torch.full((n_rows + 1, f), 7.0, dtype=dtype)
+            run(product.address, x.data_ptr(), x.stride(0) * x.itemsize, n_rows, gate, out.data_ptr())
+            assert same_bits(out[:-1], ops.gated_act(product(x), act))
+            assert (out[-1] == 7.0).all()
+            assert out[:-1].isfinite().all(1).sum() == n_rows - 1

@@ -20,10 +20,11 @@ from tests.model.tiny import tiny
 CHANGES: dict[str, dict[str, int]] = {
     "llama-biases": {"head_dim": 32},
     "qwen2": {"hidden_size": 192},
-    "qwen3": {"head_dim": 32},
-    "gemma3": {"head_dim": 32},
+    "qwen3": {"head_dim": 32, "intermediate_size": 96},
+    "gemma3": {"head_dim": 32, "intermediate_size": 96},
 }
-"""Heads of 32, which the native attention takes."""
+"""Heads of 32, which the native attention takes; gates of whole panels, which are one operation with their product, and
+others (80)."""
 
 
 def load(kind: str, dtype: torch.dtype, quantization: str, folder: Path) -> Model:

@@ -2,11 +2,13 @@
 // kernels may be put to sleep, and ten operations a layer make hundreds of calls a token. The operations are the very
 // ones that can be called alone, in the same order: the same bits.
 #include "attention_plan.h"
+#include "gates.h"
 #include "linear.h"
 
 using namespace hw;
 
 HW_API void hw_linear(const Linear* w, const void* x, int64_t row_bytes, int64_t n_rows, void* out);
+HW_API void hw_gated_linear(const Linear* w, const void* x, int64_t row_bytes, int64_t n_rows, int32_t gate, void* out);
 
 // The operations of one dtype under one name each, for the templates below.
 #define HW_OPERATIONS(T, NAME)                                                                                   \
@@ -32,6 +34,8 @@ HW_OPERATIONS(bf16, bfloat16)
 
 namespace {
 
+constexpr int64_t MANY = 33;  // rows: fewer wait for the weights, which are read fastest from one end to the other
+
 // The same structures are in native_stack.py.
 struct Layer {
   const Linear *qkv, *o, *gate_up, *down;
@@ -48,13 +52,14 @@ struct Place {  // what a layer works on in this step
   Plan* plan;
 };
 
-// h [n][d_model] -> heads [n][n_heads * head_dim]; ``qkv`` has room for the product's rows.
+// h [n][d_model] -> heads [n][n_heads * head_dim], null where only K and V are wanted; ``qkv`` has room for the product's
+// rows.
 template <class T>
 void attend(const Layer& l, const Place& place, const T* h, T* qkv, T* heads) {
   typedef Operations<T> ops;
   hw_linear(l.qkv, h, l.qkv->k * sizeof(T), place.step->n_tokens, qkv);
   ops::rope(place.store, place.step, qkv, l.n_heads, l.cos, l.sin, l.q_norm, l.k_norm, l.head_eps);
-  ops::attention(place.store, place.step, place.plan, qkv, l.qkv->n, heads, l.scale, 0);
+  if (heads) ops::attention(place.store, place.step, place.plan, qkv, l.qkv->n, heads, l.scale, 0);
 }
 
 // heads [n][n_heads * head_dim], residual [n][d_model] -> the next input h, residual. ``scratch``: n rows of
@@ -67,8 +72,12 @@ void finish(const Layer& l, int64_t n, const T* heads, T* residual, T* h, T* scr
   hw_linear(l.o, heads, l.o->k * sizeof(T), n, out);
   if (l.post_attn_norm) ops::rms_norm(out, l.post_attn_norm, out, n, d_model, l.eps);
   ops::add_rms_norm(out, residual, l.ffn_norm, h, residual, n, d_model, l.eps);
-  hw_linear(l.gate_up, h, d_model * sizeof(T), n, gate_up);
-  (l.gelu ? ops::gelu_tanh : ops::silu)(gate_up, act, n, d_ff);
+  if (n >= MANY && d_ff % COLUMNS == 0) {
+    hw_gated_linear(l.gate_up, h, d_model * sizeof(T), n, l.gelu ? GELU_TANH : SILU, act);
+  } else {
+    hw_linear(l.gate_up, h, d_model * sizeof(T), n, gate_up);
+    (l.gelu ? ops::gelu_tanh : ops::silu)(gate_up, act, n, d_ff);
+  }
   hw_linear(l.down, act, d_ff * sizeof(T), n, out);
   if (l.post_ffn_norm) ops::rms_norm(out, l.post_ffn_norm, out, n, d_model, l.eps);
   ops::add_rms_norm(out, residual, l.next_norm, h, residual, n, d_model, l.eps);
@@ -89,8 +98,9 @@ void run(const Layer* layers, const Place* places, int64_t n_layers, const int64
   for (int64_t i = 0; i < n_layers; i++) {
     const Layer& l = layers[i];
     int64_t n = places[i].step->n_tokens;
-    attend(l, places[i], h, scratch, heads);
-    if (i == n_layers - 1) {
+    const bool last = i == n_layers - 1;
+    attend(l, places[i], h, scratch, last && !n_at ? nullptr : heads);
+    if (last) {
       pick(heads, l.o->k, at, n_at);
       pick(residual, l.o->n, at, n_at);
       n = n_at;

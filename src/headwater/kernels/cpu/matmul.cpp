@@ -8,6 +8,7 @@
 
 #include "activations.h"
 #include "amx.h"
+#include "gates.h"
 
 using namespace hw;
 
@@ -207,17 +208,21 @@ struct Call {
   Rows rows;               // as the product wants them
   const float* row_scale;  // of quantised rows
   int64_t n_rows;
-  void* out;
+};
+
+// Where results go: the first of the block's rows and of the panel's columns, and from a row to the next, in elements.
+struct Place {
+  void* first;
+  int64_t pitch;
 };
 
 // Sums of ``n_rows`` rows from ``row``, columns from ``column``, to results.
 template <class Kind, class Out>
-void finish(const Call& call, const int32_t* sums, int64_t row, int64_t n_rows, int64_t column) {
+void finish(const Call& call, const int32_t* sums, int64_t row, int64_t n_rows, int64_t column, Out* to, int64_t pitch) {
   const Linear& w = call.w;
   int64_t columns = std::min<int64_t>(COLUMNS, w.n - column);
-  Out* to = (Out*)call.out + row * w.n + column;
   Out last[AMX_ROWS][COLUMNS];
-  int64_t to_pitch = columns == COLUMNS ? w.n : COLUMNS;
+  int64_t to_pitch = columns == COLUMNS ? pitch : COLUMNS;
   Out* here = columns == COLUMNS ? to : last[0];
   for (int c = 0; c < COLUMNS; c += 2 * LANES) {
     vf scale[2], bias[2];
@@ -239,12 +244,12 @@ void finish(const Call& call, const int32_t* sums, int64_t row, int64_t n_rows, 
     }
   }
   if (columns < COLUMNS)
-    for (int64_t r = 0; r < n_rows; r++) std::memcpy(to + r * w.n, last[r], columns * sizeof(Out));
+    for (int64_t r = 0; r < n_rows; r++) std::memcpy(to + r * pitch, last[r], columns * sizeof(Out));
 }
 
 // A block of rows times a panel.
 template <class Kind>
-void multiply(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, int64_t panel) {
+void multiply(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, int64_t panel, Place out) {
   const Linear& w = call.w;
   const int32_t* weights = (const int32_t*)w.panels + panel * dwords(w.weight, w.k) * COLUMNS;
   int64_t n_dwords = dwords(w.product, w.k);
@@ -263,23 +268,44 @@ void multiply(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, in
       int32_t* to = sums + (n == n_dwords ? 0 : at - row) * COLUMNS;
       tiles.add({call.rows[at] + 4 * d, call.rows.stride}, (int)rows, b, n, to, d == 0);
       if (d + n < n_dwords) continue;
-      if (w.out == BF16) finish<Kind, bf16>(call, to, at, rows, panel * COLUMNS);
-      else finish<Kind, float>(call, to, at, rows, panel * COLUMNS);
+      const int64_t first = (at - row) * out.pitch, column = panel * COLUMNS;
+      if (w.out == BF16) finish<Kind>(call, to, at, rows, column, (bf16*)out.first + first, out.pitch);
+      else finish<Kind>(call, to, at, rows, column, (float*)out.first + first, out.pitch);
     }
   }
 }
 
-// The rows are made ready by all threads, then blocks of them and panels are shared out.
+// act(gate) * up of [n_rows][COLUMNS] each.
+template <class T, class Act>
+void gated(const T* gate, const T* up, int64_t n_rows, Act act, T* to, int64_t pitch) {
+  for (int64_t r = 0; r < n_rows; r++, gate += COLUMNS, up += COLUMNS, to += pitch)
+    for (int c = 0; c < COLUMNS; c += 2 * LANES)
+      store_pair(to + c, act(load(gate + c)) * load(up + c), act(load(gate + c + LANES)) * load(up + c + LANES));
+}
+
+// A block of rows times a panel of the first half of the columns and the same of the second, rounded, and gated: what would
+// be written for another operation to read stays in a near cache.
+template <class Kind, class T>
+void multiply_gated(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, int64_t panel, Gate gate, Place out) {
+  alignas(64) T halves[2][BLOCK_ROWS * COLUMNS];
+  for (int64_t i = 0; i < 2; i++)
+    multiply(tiles, call, row, end, panel + i * call.w.n / 2 / COLUMNS, {halves[i], COLUMNS});
+  if (gate == SILU) gated(halves[0], halves[1], end - row, Silu{}, (T*)out.first, out.pitch);
+  else gated(halves[0], halves[1], end - row, GeluTanh{}, (T*)out.first, out.pitch);
+}
+
+// The rows are made ready by all threads, then blocks of them and panels are shared out. ``gate``: out has half the columns.
 template <class Kind>
-void run(const Linear& w, const char* x, int64_t row_bytes, int64_t n_rows, void* out) {
+void run(const Linear& w, const char* x, int64_t row_bytes, int64_t n_rows, void* out, Gate gate) {
   static thread_local Buffer<char> staged_memory;
   static thread_local Buffer<float> scale_memory;
   bool staging = !as_they_lie(w);
   char* staged = staging ? staged_memory.of(n_rows * pitch(w)) : nullptr;
   float* scales = staging ? scale_memory.of(n_rows) : nullptr;
   Rows rows = staging ? Rows{staged, pitch(w)} : Rows{x, row_bytes};
-  Call call{w, rows, scales, n_rows, out};
-  int64_t n_panels = (w.n + COLUMNS - 1) / COLUMNS;
+  Call call{w, rows, scales, n_rows};
+  int64_t out_columns = gate ? w.n / 2 : w.n, size = w.out == BF16 ? sizeof(bf16) : sizeof(float);
+  int64_t n_panels = (out_columns + COLUMNS - 1) / COLUMNS;
   int64_t n_blocks = (n_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;  // all of about equally many rows
 #pragma omp parallel
   {
@@ -294,17 +320,31 @@ void run(const Linear& w, const char* x, int64_t row_bytes, int64_t n_rows, void
     Tiles<Kind> tiles;
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < n_blocks * n_panels; i++) {
-      int64_t block = i / n_panels;
-      multiply(tiles, call, block * n_rows / n_blocks, (block + 1) * n_rows / n_blocks, i % n_panels);
+      int64_t block = i / n_panels, panel = i % n_panels;
+      int64_t row = block * n_rows / n_blocks, end = (block + 1) * n_rows / n_blocks;
+      Place to{(char*)out + (row * out_columns + panel * COLUMNS) * size, out_columns};
+      if (!gate) multiply(tiles, call, row, end, panel, to);
+      else if (w.out == BF16) multiply_gated<Kind, bf16>(tiles, call, row, end, panel, gate, to);
+      else multiply_gated<Kind, float>(tiles, call, row, end, panel, gate, to);
     }
   }
+}
+
+void product(const Linear& w, const void* x, int64_t row_bytes, int64_t n_rows, void* out, Gate gate) {
+  if (w.product == INT8) run<Int8Kind>(w, (const char*)x, row_bytes, n_rows, out, gate);
+  else if (w.product == BF16) run<Bf16Kind>(w, (const char*)x, row_bytes, n_rows, out, gate);
+  else run<F32Kind>(w, (const char*)x, row_bytes, n_rows, out, gate);
 }
 
 }  // namespace
 
 // out [n_rows][N] (w.out) = x [n_rows][K] (w.compute; rows row_bytes apart) times the weight.
 HW_API void hw_linear(const Linear* w, const void* x, int64_t row_bytes, int64_t n_rows, void* out) {
-  if (w->product == INT8) run<Int8Kind>(*w, (const char*)x, row_bytes, n_rows, out);
-  else if (w->product == BF16) run<Bf16Kind>(*w, (const char*)x, row_bytes, n_rows, out);
-  else run<F32Kind>(*w, (const char*)x, row_bytes, n_rows, out);
+  product(*w, x, row_bytes, n_rows, out, NONE);
+}
+
+// out [n_rows][N / 2] = act(first half of the product) * second half, with the bits of the two operations one after the
+// other; N / 2 is a multiple of COLUMNS.
+HW_API void hw_gated_linear(const Linear* w, const void* x, int64_t row_bytes, int64_t n_rows, int32_t gate, void* out) {
+  product(*w, x, row_bytes, n_rows, out, (Gate)gate);
 }
