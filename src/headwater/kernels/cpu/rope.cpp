@@ -47,7 +47,7 @@ float quantize(const float* x, int8_t* y, int dim) {
   return top_abs / 127 + sum(poison);
 }
 
-// Writes one slot. Single elements: the dwords of V hold two tokens, which two threads may be writing.
+// Writes one slot: K by dwords, V by single elements, for its dwords hold two tokens, which two threads may be writing.
 template <class T, class E> void scatter(const Store& s, int64_t block, int head, int offset, const E* k, const E* v) {
   const int dim = s.head_dim;
   if (!s.panelled()) {
@@ -59,7 +59,7 @@ template <class T, class E> void scatter(const Store& s, int64_t block, int head
   const int slot = offset % PANEL;
   E* k_panel = (E*)s.k + s.at(block, head, offset - slot);
   E* v_panel = (E*)s.v + s.at(block, head, offset - slot);
-  for (int d = 0; d < dim; d++) k_panel[k_at<T>(slot, d)] = k[d];
+  for (int d = 0; d < dim; d += PAIR<T>) std::memcpy(k_panel + k_at<T>(slot, d), k + d, PAIR<T> * sizeof(E));
   for (int d = 0; d < dim; d++) v_panel[v_at<T>(slot, d, dim)] = v[d];
 }
 
