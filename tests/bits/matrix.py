@@ -11,7 +11,6 @@ one token. Models of all families and kinds of numbers are for the caller to bri
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from headwater.cache.block import Node
@@ -109,7 +109,7 @@ class Tally:
 
 def digest(logits: Tensor) -> bytes:
     """All that equality of bits needs, where a vocabulary is too large to keep every vector."""
-    return hashlib.blake2b(memoryview(logits.contiguous().numpy()), digest_size=16).digest()
+    return xxhash.xxh3_128_digest(memoryview(logits.contiguous().numpy()))
 
 
 @contextmanager
