@@ -40,7 +40,7 @@ def model_path(name: str) -> Path:
 
 
 def keep_freed_memory() -> None:
-    """Half a gigabyte of logits comes and goes with every long chunk: handed back to the system each time, it would cost
+    """Half a gigabyte of logits comes and goes with every long chunk: handed back to the system each time, it would take
     most of the time to get again. (glibc; elsewhere nothing happens.)"""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
