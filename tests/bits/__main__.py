@@ -40,8 +40,8 @@ def model_path(name: str) -> Path:
 
 
 def keep_freed_memory() -> None:
-    """Half a gigabyte of logits comes and goes with every long chunk: handed back to the system each time, it would take
-    most of the time to get again. (glibc; elsewhere nothing happens.)"""
+    """Half a gigabyte of logits comes and goes with every long chunk: handed back to the system, it would take
+    most of the time to get it again. (glibc; elsewhere nothing happens.)"""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
