@@ -18,6 +18,7 @@ namespace {
 using namespace hw;
 
 constexpr int PANELS = SPLIT / PANEL;
+constexpr int AHEAD = 4;  // panels
 constexpr float LOG2_E = 1.44269504f;
 
 alignas(64) const char ZEROS[PANEL * MAX_HEAD_DIM * 4] = {};
@@ -136,16 +137,19 @@ template <class T> struct Scratch {
   Keys<T> keys;
 };
 
-template <class T> HW_INLINE void widen(const int8_t* x, T* y) {
+HW_INLINE vf whole(const int8_t* x) {
 #if defined(__AVX512F__)
-  const vi whole = (vi)_mm512_cvtepi8_epi32(load_as<__m128i>(x));
+  const vi wide = (vi)_mm512_cvtepi8_epi32(load_as<__m128i>(x));
 #elif defined(__AVX2__)
-  const vi whole = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x));
+  const vi wide = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x));
 #else
   typedef int8_t vb __attribute__((vector_size(LANES)));
-  const vi whole = __builtin_convertvector(load_as<vb>(x), vi);
+  const vi wide = __builtin_convertvector(load_as<vb>(x), vi);
 #endif
-  store(y, __builtin_convertvector(whole, vf));
+  return __builtin_convertvector(wide, vf);
+}
+template <class T> HW_INLINE void widen(const int8_t* x, T* y, int n) {  // n a multiple of two vectors
+  for (int i = 0; i < n; i += 2 * LANES) store_pair(y + i, whole(x + i), whole(x + i + LANES));
 }
 HW_INLINE bf16 as(bf16, bf16 x) { return x; }
 HW_INLINE float as(float, float x) { return x; }
@@ -299,8 +303,20 @@ template <class T> class Worker {
     for (int j = from / (2 * PANEL) * 2; j * PANEL < to; j += 2) {
       const bool whole = j * PANEL >= from && (j + 2) * PANEL <= to;
       const bool direct = whole && store_.panelled() && !int8 && store_.block_size % (Products<T>::PANELS_TOGETHER * PANEL) == 0;
-      for (int i = j; i < j + 2; i++) panel(table, head, split, i, from, to, direct);
+      for (int i = j; i < j + 2; i++) {
+        if (store_.panelled() && (i + AHEAD) * PANEL < to) fetch(table, head, split * SPLIT + (i + AHEAD) * PANEL);
+        panel(table, head, split, i, from, to, direct);
+      }
     }
+  }
+
+  // The panel at a position, before it is needed: blocks lie anywhere, and no processor foresees the next one. (Inlined: a call
+  // that only fetches ahead has no effect for the compiler, which leaves it out.)
+  HW_INLINE void fetch(const int32_t* table, int head, int at) {
+    const int size = int8 ? 1 : sizeof(T), bytes = PANEL * dim * size;
+    const int64_t begin = store_.at(table[at / store_.block_size], head, at % store_.block_size) * size;
+    for (const void* part : {store_.v, store_.k})
+      for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)part + begin + i, 0, 2);
   }
 
   void panel(const int32_t* table, int head, int split, int j, int from, int to, bool direct) {
@@ -320,8 +336,8 @@ template <class T> class Worker {
     const int64_t begin = store_.at(table[at / size], head, at % size);
     if (int8) {
       s.keys.k[j] = k;
-      for (int i = 0; i < PANEL * dim; i += LANES) widen((const int8_t*)store_.k + begin + i, k + i);
-      for (int i = 0; i < PANEL * dim; i += LANES) widen((const int8_t*)store_.v + begin + i, v + i);
+      widen((const int8_t*)store_.k + begin, k, PANEL * dim);
+      widen((const int8_t*)store_.v + begin, v, PANEL * dim);
       return;
     }
     s.keys.k[j] = (const T*)store_.k + begin;
