@@ -36,20 +36,20 @@ HW_INLINE void butterflies(float* x, int64_t n, int64_t half, vf scale) {
     }
 }
 
-// The orthonormal Walsh-Hadamard transform of pieces of ``size`` (int8_ref.hadamard: the same sums in the same order).
-inline void hadamard(float* x, int64_t n, int64_t size) {
-  const vf scale = splat((float)(1 / std::sqrt((double)size))), one = splat(1.f);
-  for (int64_t i = 0; i < n; i += LANES) {
-    vf v = load(x + i);
-    constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
-    if (size > 1) v = butterfly<1>(v, lanes);
-    if (size > 2) v = butterfly<2>(v, lanes);
-    if constexpr (LANES > 4)
-      if (size > 4) v = butterfly<4>(v, lanes);
-    if constexpr (LANES > 8)
-      if (size > 8) v = butterfly<8>(v, lanes);
-    store(x + i, size <= LANES ? v * scale : v);
-  }
+// The orthonormal Walsh-Hadamard transform of pieces of ``size`` (int8_ref.hadamard: the same sums in the same order): what
+// stays within a vector, or all of it where a piece is no longer than one; and the rest.
+inline vf hadamard_within(vf v, int64_t size, vf scale) {
+  constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+  if (size > 1) v = butterfly<1>(v, lanes);
+  if (size > 2) v = butterfly<2>(v, lanes);
+  if constexpr (LANES > 4)
+    if (size > 4) v = butterfly<4>(v, lanes);
+  if constexpr (LANES > 8)
+    if (size > 8) v = butterfly<8>(v, lanes);
+  return size <= LANES ? v * scale : v;
+}
+inline void hadamard_across(float* x, int64_t n, int64_t size, vf scale) {
+  const vf one = splat(1.f);
   for (int64_t half = LANES; half < size;) {
     const int64_t left = size / half;  // 2 ** levels that are left
     if (left >= 8) butterflies<3>(x, n, half, left == 8 ? scale : one), half *= 8;
@@ -59,14 +59,17 @@ inline void hadamard(float* x, int64_t n, int64_t size) {
 }
 
 // u8 = 128 + x * 127 / max|x|, rounded to nearest, ties to even (int8_ref.quantize_rows); returns max|x| / 127. A row
-// that is not finite gets the scale NaN, one of (almost) zeros 0.
-inline float quantize(const float* x, int64_t n, uint8_t* to) {
+// that is not finite gets the scale NaN, one of (almost) zeros 0. ROUND: x is rounded to bf16 first, and written back.
+template <bool ROUND>
+float quantize(float* x, int64_t n, uint8_t* to) {
   typedef uint8_t vb __attribute__((vector_size(LANES)));
   vi tops[4] = {};
   for (int64_t i = 0; i < n; i += 4 * LANES)  // n is a multiple of 64
     repeat<4>([&](auto j) {
       // The bits of |x| order like |x|, infinity above numbers, NaN above all.
-      const vi v = load_as<vi>(x + i + j * LANES) & INT32_MAX;
+      vf given = load(x + i + j * LANES);
+      if (ROUND) store(x + i + j * LANES, given = widen(narrow(given)));
+      const vi v = (vi)given & INT32_MAX;
       tops[j] = v > tops[j] ? v : tops[j];
     });
   int32_t bits = 0;
@@ -103,20 +106,21 @@ float stage(const Linear& w, const T* x, char* to) {
   static thread_local Buffer<float> memory;
   int64_t n = dwords(w.product, w.k) * elements(w.product);
   float* wide = memory.of(n);
+  const int64_t size = w.hadamard ? w.hadamard : 1;
+  const vf scale = splat((float)(1 / std::sqrt((double)size)));
   int64_t i = 0;
-  for (; i + LANES <= w.k; i += LANES) store(wide + i, load(x + i));
+  for (; i + LANES <= w.k; i += LANES) store(wide + i, hadamard_within(load(x + i), size, scale));
   T last[LANES] = {};
   std::memcpy(last, x + i, (w.k - i) * sizeof(T));
   std::memset(wide + i, 0, (n - i) * sizeof(float));
-  if (i < n) store(wide + i, load(last));
-  if (w.hadamard) hadamard(wide, round_up(w.k, LANES), w.hadamard);
+  if (i < n) store(wide + i, hadamard_within(load(last), size, scale));
+  hadamard_across(wide, round_up(w.k, LANES), size, scale);
   if (w.product != INT8) {
     for (i = 0; i < n; i += LANES) store((T*)to + i, load(wide + i));
     return 1;
   }
-  if (w.hadamard && w.compute == BF16)
-    for (i = 0; i < n; i += LANES) store(wide + i, widen(narrow(load(wide + i))));
-  return quantize(wide, n, (uint8_t*)to);
+  if (w.hadamard && w.compute == BF16) return quantize<true>(wide, n, (uint8_t*)to);
+  return quantize<false>(wide, n, (uint8_t*)to);
 }
 
 }  // namespace hw
