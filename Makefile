@@ -31,7 +31,7 @@ demo: $(VENV)/.installed  ## the same, but send a few chat requests, print what 
 test: $(VENV)/.dev models  ## install what the tests need and run them
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
-bits: $(VENV)/.dev models  ## compare bits over the whole matrix: tiny models, then both real ones (two hours; ARGS="--pairs": less)
+bits: $(VENV)/.dev models  ## compare bits over the whole matrix: tiny models, then both real ones (hours; ARGS="--pairs": less)
 	HF_HUB_OFFLINE=1 HEADWATER_BITS=all $(BIN)/python -m pytest tests/bits/test_tiny.py
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.bits $(ARGS)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from resource import getpagesize
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from headwater.kernels.panel_layout import PanelLayout
 from headwater.run.memory import page_bytes
 from headwater.run.store import KVStore
 from headwater.types import GroupKind, GroupSpec, Namespace
+from tests.memory import resident_bytes
 
 GROUPS = (GroupSpec(GroupKind.FULL, 16, tuple(range(24))),)
 LAYOUT = PanelLayout(2, 64, 16, torch.bfloat16, torch.bfloat16)
@@ -39,10 +38,6 @@ def use(cache: PrefixCache, first_token: int, n_blocks: int) -> list[int]:
     cache.release(holding)
     cache.audit([])
     return blocks
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
 
 
 def test_so_much_beyond_what_was_used_is_touched_in_pieces_and_no_more() -> None:
@@ -101,23 +96,23 @@ def test_blocks_given_back_are_used_again_before_new_memory() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc how much memory the process has")
 def test_touching_takes_the_memory_that_the_request_then_need_not_wait_for() -> None:
     n_blocks = 64 * MIB // PAGE
-    before = resident()
+    before = resident_bytes()
     _, store, ahead = make(4 * n_blocks, n_blocks)
-    assert resident() - before < 16 * MIB, "address space only"
+    assert resident_bytes() - before < 16 * MIB, "address space only"
     ahead.work_all()
-    touched = resident()
+    touched = resident_bytes()
     assert touched - before > 56 * MIB
     for layer in store.layers:
         layer.k[:n_blocks] = 1.0
         layer.v[:n_blocks] = 1.0
-    assert resident() - touched < 8 * MIB
+    assert resident_bytes() - touched < 8 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc how much memory the process has")
 def test_the_first_block_costs_one_huge_page_and_not_one_for_each_layer() -> None:
     store = KVStore(GROUPS, 256 * MIB // PAGE, LAYOUT)
-    before = resident()
+    before = resident_bytes()
     for layer in store.layers:  # 24 layers, K and V
         layer.k[0] = 1.0
         layer.v[0] = 1.0
-    assert resident() - before < 6 * MIB
+    assert resident_bytes() - before < 6 * MIB

@@ -109,9 +109,8 @@ def attend(
 
 def poison(pages: Pages) -> None:
     """No slot holds a number."""
-    for part in (pages.k, pages.v, pages.k_scale, pages.v_scale):
-        if part is not None:
-            part.fill_(torch.nan if part.is_floating_point() else 127)
+    for part in pages.parts:
+        part.fill_(torch.nan if part.is_floating_point() else 127)
 
 
 def write(ops: AttentionOps, kv: LayerKV, batch: RaggedBatch, k: Tensor, v: Tensor) -> None:

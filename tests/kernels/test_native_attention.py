@@ -11,10 +11,10 @@ from headwater.errors import ConfigError
 from headwater.kernels import HeadNorms, LayerKV, RaggedBatch, TorchOps
 from headwater.kernels.cpu.library import Library
 from headwater.kernels.cpu.variants import best_variant
-from headwater.kernels.layout import Pages
 from headwater.kernels.native_attention import NativeAttention
 from headwater.kernels.panel_layout import PanelLayout
 from tests.kernels.paged import Part, Row, Shape, as_stored, attend, make_row, naive, paged_batch, poison, write
+from tests.memory import resident_bytes
 
 BF16, F32, INT8 = torch.bfloat16, torch.float32, torch.int8
 SHAPES = {
@@ -283,17 +283,8 @@ def test_int8_takes_half_of_the_memory_and_pages_cost_nothing_before_they_are_wr
     for layout in layouts:
         before = resident_bytes()
         pages = layout.allocate(4, 50_000)
-        assert sum(part.nbytes for layer in pages for part in tensors(layer)) == 4 * 50_000 * layout.block_bytes
+        assert sum(part.nbytes for layer in pages for part in layer.parts) == 4 * 50_000 * layout.block_bytes
         assert resident_bytes() - before < 100 << 20
-
-
-def tensors(pages: Pages) -> list[Tensor]:
-    return [part for part in (pages.k, pages.v, pages.k_scale, pages.v_scale) if part is not None]
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 @pytest.mark.parametrize("head_dim", [0, 16, 48, 80, 288])

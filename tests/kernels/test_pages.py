@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from headwater.kernels.pages import HUGE_PAGE, LINE, Arena, huge_tensor
+from tests.memory import mapped_bytes, resident_bytes
 
 ONLY_LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has huge pages to ask for")
-
-
-def mapped_bytes() -> int:
-    """Address space of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 1 << 20), (HUGE_PAGE + 1,)])

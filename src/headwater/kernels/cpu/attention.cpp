@@ -18,7 +18,7 @@ namespace {
 using namespace hw;
 
 constexpr int PANELS = SPLIT / PANEL;
-constexpr int AHEAD = 4;  // panels
+constexpr int AHEAD = 4;  // panels that are fetched before they are needed
 constexpr float LOG2_E = 1.44269504f;
 
 alignas(64) const char ZEROS[PANEL * MAX_HEAD_DIM * 4] = {};

@@ -18,4 +18,13 @@ struct GeluTanh {
   HW_INLINE vf operator()(vf x) const { return times_sigmoid(x, x * fma(x * x, splat(0.102943240f), splat(2.30220818f))); }
 };
 
+// out = act(gate) * up, of n elements each.
+template <class T, class Act>
+HW_INLINE void gate_row(const T* gate, const T* up, int64_t n, Act act, T* out) {
+  int64_t i = 0;
+  for (; i + 2 * LANES <= n; i += 2 * LANES)
+    store_pair(out + i, act(load(gate + i)) * load(up + i), act(load(gate + i + LANES)) * load(up + i + LANES));
+  for (; i < n; i += LANES) store_some(out + i, act(load_some(gate + i, n - i)) * load_some(up + i, n - i), n - i);
+}
+
 }  // namespace hw

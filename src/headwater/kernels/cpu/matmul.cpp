@@ -207,11 +207,10 @@ struct Call {
   const Linear& w;
   Rows rows;               // as the product wants them
   const float* row_scale;  // of quantised rows
-  int64_t n_rows;
 };
 
 // Where results go: the first of the block's rows and of the panel's columns, and from a row to the next, in elements.
-struct Place {
+struct Target {
   void* first;
   int64_t pitch;
 };
@@ -249,7 +248,7 @@ void finish(const Call& call, const int32_t* sums, int64_t row, int64_t n_rows, 
 
 // A block of rows times a panel.
 template <class Kind>
-void multiply(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, int64_t panel, Place out) {
+void multiply(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, int64_t panel, Target out) {
   const Linear& w = call.w;
   const int32_t* weights = (const int32_t*)w.panels + panel * dwords(w.weight, w.k) * COLUMNS;
   int64_t n_dwords = dwords(w.product, w.k);
@@ -275,23 +274,19 @@ void multiply(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, in
   }
 }
 
-// act(gate) * up of [n_rows][COLUMNS] each.
-template <class T, class Act>
-void gated(const T* gate, const T* up, int64_t n_rows, Act act, T* to, int64_t pitch) {
-  for (int64_t r = 0; r < n_rows; r++, gate += COLUMNS, up += COLUMNS, to += pitch)
-    for (int c = 0; c < COLUMNS; c += 2 * LANES)
-      store_pair(to + c, act(load(gate + c)) * load(up + c), act(load(gate + c + LANES)) * load(up + c + LANES));
-}
-
 // A block of rows times a panel of the first half of the columns and the same of the second, rounded, and gated: what would
 // be written for another operation to read stays in a near cache.
 template <class Kind, class T>
-void multiply_gated(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, int64_t panel, Gate gate, Place out) {
+void multiply_gated(Tiles<Kind>& tiles, const Call& call, int64_t row, int64_t end, int64_t panel, Gate gate, Target out) {
   alignas(64) T halves[2][BLOCK_ROWS * COLUMNS];
   for (int64_t i = 0; i < 2; i++)
     multiply(tiles, call, row, end, panel + i * call.w.n / 2 / COLUMNS, {halves[i], COLUMNS});
-  if (gate == SILU) gated(halves[0], halves[1], end - row, Silu{}, (T*)out.first, out.pitch);
-  else gated(halves[0], halves[1], end - row, GeluTanh{}, (T*)out.first, out.pitch);
+  for (int64_t r = 0; r < end - row; r++) {
+    const T *first = halves[0] + r * COLUMNS, *second = halves[1] + r * COLUMNS;
+    T* to = (T*)out.first + r * out.pitch;
+    if (gate == SILU) gate_row(first, second, COLUMNS, Silu{}, to);
+    else gate_row(first, second, COLUMNS, GeluTanh{}, to);
+  }
 }
 
 // The rows are made ready by all threads, then blocks of them and panels are shared out. ``gate``: out has half the columns.
@@ -303,7 +298,7 @@ void run(const Linear& w, const char* x, int64_t row_bytes, int64_t n_rows, void
   char* staged = staging ? staged_memory.of(n_rows * pitch(w)) : nullptr;
   float* scales = staging ? scale_memory.of(n_rows) : nullptr;
   Rows rows = staging ? Rows{staged, pitch(w)} : Rows{x, row_bytes};
-  Call call{w, rows, scales, n_rows};
+  Call call{w, rows, scales};
   int64_t out_columns = gate ? w.n / 2 : w.n, size = w.out == BF16 ? sizeof(bf16) : sizeof(float);
   int64_t n_panels = (out_columns + COLUMNS - 1) / COLUMNS;
   int64_t n_blocks = (n_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;  // all of about equally many rows
@@ -322,7 +317,7 @@ void run(const Linear& w, const char* x, int64_t row_bytes, int64_t n_rows, void
     for (int64_t i = 0; i < n_blocks * n_panels; i++) {
       int64_t block = i / n_panels, panel = i % n_panels;
       int64_t row = block * n_rows / n_blocks, end = (block + 1) * n_rows / n_blocks;
-      Place to{(char*)out + (row * out_columns + panel * COLUMNS) * size, out_columns};
+      Target to{(char*)out + (row * out_columns + panel * COLUMNS) * size, out_columns};
       if (!gate) multiply(tiles, call, row, end, panel, to);
       else if (w.out == BF16) multiply_gated<Kind, bf16>(tiles, call, row, end, panel, gate, to);
       else multiply_gated<Kind, float>(tiles, call, row, end, panel, gate, to);

@@ -12,22 +12,6 @@ namespace {
 
 constexpr int64_t ENOUGH = 1 << 14;  // elements below which waking other threads costs more than it saves
 
-template <class T>
-HW_INLINE vf load_some(const T* p, int64_t n) {
-  if (n >= LANES) return load(p);
-  T padded[LANES] = {};
-  std::memcpy(padded, p, n * sizeof(T));
-  return load(padded);
-}
-
-template <class T>
-HW_INLINE void store_some(T* p, vf v, int64_t n) {
-  if (n >= LANES) return store(p, v);
-  T padded[LANES];
-  store(padded, v);
-  std::memcpy(p, padded, n * sizeof(T));
-}
-
 // out = row / sqrt(mean of squares + eps) * weight
 template <class T>
 void norm_row(const T* row, const float* weight, T* out, int64_t dim, float eps) {
@@ -69,9 +53,8 @@ template <class Act, class T>
 void gated(const T* gate_up, T* out, int64_t n, int64_t dim, Act act) {
 #pragma omp parallel for schedule(static) if (n > 1 && n * dim >= ENOUGH)
   for (int64_t r = 0; r < n; r++) {
-    const T *gate = gate_up + 2 * r * dim, *up = gate + dim;
-    for (int64_t i = 0; i < dim; i += LANES)
-      store_some(out + r * dim + i, act(load_some(gate + i, dim - i)) * load_some(up + i, dim - i), dim - i);
+    const T* gate = gate_up + 2 * r * dim;
+    gate_row(gate, gate + dim, dim, act, out + r * dim);
   }
 }
 

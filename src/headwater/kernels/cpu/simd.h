@@ -99,6 +99,23 @@ HW_INLINE void store_pair(bf16* p, vf a, vf b) {
 #endif
 }
 
+// The first n elements of a vector, or all of it if there are more; what is not there is zeros.
+template <class T>
+HW_INLINE vf load_some(const T* p, int64_t n) {
+  if (n >= LANES) return load(p);
+  T padded[LANES] = {};
+  std::memcpy(padded, p, n * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+HW_INLINE void store_some(T* p, vf v, int64_t n) {
+  if (n >= LANES) return store(p, v);
+  T padded[LANES];
+  store(padded, v);
+  std::memcpy(p, padded, n * sizeof(T));
+}
+
 // ---- functions ----------------------------------------------------------------------------------------
 
 // 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0; what is no number stays so. Relative error below 3e-7;
