@@ -63,7 +63,7 @@ class NativeOps:
         return NativeInt8Linear(self.library, weight, bias, self.dtype, out, self._arena)
 
     def embedding(self, weight: Tensor, head: Linear | None) -> Embedding:
-        return head.rows if isinstance(head, NativeLinear) else weight.__getitem__
+        return head.rows if isinstance(head, NativeLinear) else self._torch.embedding(weight, head)
 
     def stack(self, layers: Sequence[LayerParts], final_norm: Tensor) -> NativeStack | None:
         if not can_stack(self.dtype, layers):

@@ -8,6 +8,7 @@ layers as far as the library allows (``linear.py``; the probe says how far).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ class TorchOps:
         return Int8Linear(weight, bias, self.dtype, self.dtype if out_dtype is None else out_dtype)
 
     def embedding(self, weight: Tensor, head: Linear | None) -> Embedding:
-        return weight.__getitem__
+        return partial(F.embedding, weight=weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

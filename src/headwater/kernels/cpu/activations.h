@@ -9,15 +9,36 @@
 
 namespace hw {
 
+constexpr int TOGETHER = 4;  // vectors that are worked on side by side
+constexpr int GROUP = TOGETHER * LANES, LEVELS_OF_GROUP = LANES == 16 ? 6 : LANES == 8 ? 5 : 4;  // GROUP = 2 ** levels
+
 template <int HALF, int... i>
 HW_INLINE vf butterfly(vf v, std::integer_sequence<int, i...>) {
   constexpr vf SIGNS = {((i & HALF) ? -1.f : 1.f)...};
   return fma(v, SIGNS, vf{v[i ^ HALF]...});  // lane i: v[i] + its partner, or its partner - v[i]; rounded once
 }
 
-// LEVELS of the transform, from pairs ``half`` elements apart on, in registers; then times ``scale``.
-template <int LEVELS>
-HW_INLINE void butterflies(float* x, int64_t n, int64_t half, vf scale) {
+HW_INLINE void add_and_subtract(vf& a, vf& b) {
+  const vf sum = a + b;
+  b = a - b, a = sum;
+}
+
+// The first LEVELS of the transform, in registers: within vectors, then between vectors that lie side by side.
+template <int LEVELS, size_t N>
+HW_INLINE void transform_near(vf (&v)[N]) {
+  constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+  repeat<LEVELS>([&](auto level) {
+    constexpr int APART = 1 << level;
+    repeat<N>([&](auto j) {
+      if constexpr (APART < LANES) v[j] = butterfly<APART>(v[j], lanes);
+      else if constexpr ((j & (APART / LANES)) == 0) add_and_subtract(v[j], v[j + APART / LANES]);
+    });
+  });
+}
+
+// LEVELS of it, from pairs ``half`` elements apart on, in registers; ``last`` makes of each vector what is kept.
+template <int LEVELS, class F>
+HW_INLINE void butterflies(float* x, int64_t n, int64_t half, F last) {
   constexpr int VECTORS = 1 << LEVELS;
   for (int64_t at = 0; at < n; at += half * VECTORS)
     for (int64_t i = at; i < at + half; i += LANES) {
@@ -25,65 +46,71 @@ HW_INLINE void butterflies(float* x, int64_t n, int64_t half, vf scale) {
       repeat<VECTORS>([&](auto j) { v[j] = load(x + i + j * half); });
       repeat<LEVELS>([&](auto level) {
         repeat<VECTORS>([&](auto j) {
-          constexpr int APART = 1 << level;
-          if constexpr ((j & APART) == 0) {
-            const vf a = v[j], b = v[j + APART];
-            v[j] = a + b, v[j + APART] = a - b;
-          }
+          if constexpr ((j >> level & 1) == 0) add_and_subtract(v[j], v[j + (1 << level)]);
         });
       });
-      repeat<VECTORS>([&](auto j) { store(x + i + j * half, v[j] * scale); });
+      repeat<VECTORS>([&](auto j) { store(x + i + j * half, last(v[j], j % TOGETHER)); });
     }
 }
 
-// The orthonormal Walsh-Hadamard transform of pieces of ``size`` (int8_ref.hadamard: the same sums in the same order): what
-// stays within a vector, or all of it where a piece is no longer than one; and the rest.
-inline vf hadamard_within(vf v, int64_t size, vf scale) {
-  constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
-  if (size > 1) v = butterfly<1>(v, lanes);
-  if (size > 2) v = butterfly<2>(v, lanes);
-  if constexpr (LANES > 4)
-    if (size > 4) v = butterfly<4>(v, lanes);
-  if constexpr (LANES > 8)
-    if (size > 8) v = butterfly<8>(v, lanes);
-  return size <= LANES ? v * scale : v;
-}
-inline void hadamard_across(float* x, int64_t n, int64_t size, vf scale) {
-  const vf one = splat(1.f);
-  for (int64_t half = LANES; half < size;) {
+// The orthonormal Walsh-Hadamard transform of pieces of ``size``, a power of two that divides k (int8_ref.hadamard: the same
+// sums in the same order), of the k elements of ``from``, filled up with zeros to x [n], n a multiple of GROUP. Each vector of
+// the result goes through last(vector, which of TOGETHER), which is to apply the scale. LEVELS: of size, or of GROUP if that is
+// less.
+template <int LEVELS, class T, class F>
+void transform_(const T* from, int64_t k, int64_t n, int64_t size, float* x, F last) {
+  const bool near = size <= GROUP;
+  for (int64_t i = 0; i < n; i += GROUP) {
+    vf v[TOGETHER];
+    if (i + GROUP <= k) repeat<TOGETHER>([&](auto j) { v[j] = load(from + i + j * LANES); });
+    else repeat<TOGETHER>([&](auto j) { v[j] = load_some(from + i + j * LANES, std::max<int64_t>(k - i - j * LANES, 0)); });
+    transform_near<LEVELS>(v);
+    if (near) repeat<TOGETHER>([&](auto j) { v[j] = last(v[j], j); });
+    repeat<TOGETHER>([&](auto j) { store(x + i + j * LANES, v[j]); });
+  }
+  const auto keep = [](vf v, int) HW_INLINE_LAMBDA { return v; };
+  for (int64_t half = GROUP; half < size;) {
     const int64_t left = size / half;  // 2 ** levels that are left
-    if (left >= 8) butterflies<3>(x, n, half, left == 8 ? scale : one), half *= 8;
-    else if (left == 4) butterflies<2>(x, n, half, scale), half *= 4;
-    else butterflies<1>(x, n, half, scale), half *= 2;
+    if (left > 8) butterflies<3>(x, k, half, keep), half *= 8;
+    else if (left == 8) butterflies<3>(x, k, half, last), half *= 8;
+    else if (left == 4) butterflies<2>(x, k, half, last), half *= 4;
+    else butterflies<1>(x, k, half, last), half *= 2;
   }
 }
+template <class T, class F>
+HW_INLINE void transform(const T* from, int64_t k, int64_t n, int64_t size, float* x, F last) {
+  repeat<LEVELS_OF_GROUP + 1>([&](auto levels) {
+    if (size == 1 << levels || (levels == LEVELS_OF_GROUP && size > GROUP)) transform_<levels>(from, k, n, size, x, last);
+  });
+}
 
-// u8 = 128 + x * 127 / max|x|, rounded to nearest, ties to even (int8_ref.quantize_rows); returns max|x| / 127. A row
-// that is not finite gets the scale NaN, one of (almost) zeros 0. ROUND: x is rounded to bf16 first, and written back.
-template <bool ROUND>
-float quantize(float* x, int64_t n, uint8_t* to) {
-  typedef uint8_t vb __attribute__((vector_size(LANES)));
-  vi tops[4] = {};
-  for (int64_t i = 0; i < n; i += 4 * LANES)  // n is a multiple of 64
-    repeat<4>([&](auto j) {
-      // The bits of |x| order like |x|, infinity above numbers, NaN above all.
-      vf given = load(x + i + j * LANES);
-      if (ROUND) store(x + i + j * LANES, given = widen(narrow(given)));
-      const vi v = (vi)given & INT32_MAX;
-      tops[j] = v > tops[j] ? v : tops[j];
-    });
-  int32_t bits = 0;
-  for (const vi& each : tops)
-    for (int i = 0; i < LANES; i++) bits = std::max(bits, (int32_t)each[i]);
-  float top;
-  std::memcpy(&top, &bits, sizeof top);
+// The bits of |x| order like |x|, infinity above numbers, NaN above all: the greatest of a row.
+struct Greatest {
+  vi tops[TOGETHER] = {};
+  HW_INLINE void see(vf x, int j) {
+    const vi bits = (vi)x & INT32_MAX;
+    tops[j] = bits > tops[j] ? bits : tops[j];
+  }
+  float get() {
+    for (int j = 1; j < TOGETHER; j++) see((vf)tops[j], 0);
+    int32_t lanes[LANES];
+    std::memcpy(lanes, &tops[0], sizeof lanes);
+    const int32_t most = *std::max_element(lanes, lanes + LANES);
+    float x;
+    std::memcpy(&x, &most, sizeof x);
+    return x;
+  }
+};
+
+// u8 = 128 + x * 127 / max|x|, rounded to nearest, ties to even (int8_ref.quantize_rows); returns max|x| / 127, where ``top``
+// is max|x|. A row that is not finite gets the scale NaN, one of (almost) zeros 0.
+inline float quantize(const float* x, int64_t n, float top, uint8_t* to) {
   float inverse = 1.f / top * 127.f;  // as PyTorch divides
   if (!(inverse <= FLT_MAX) || !std::isfinite(top)) inverse = 0;
-  vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
+  vf magic = splat(12582912.f + 128);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
   for (int64_t i = 0; i < n; i += LANES) {
-    vi whole = (vi)(load(x + i) * splat(inverse) + magic) + 128;
-    vb bytes = __builtin_convertvector(whole, vb);
-    std::memcpy(to + i, &bytes, sizeof bytes);
+    vi whole = (vi)(load(x + i) * splat(inverse) + magic);
+    store_low_bytes(to + i, whole);
   }
   return !std::isfinite(top) ? NAN : inverse == 0 ? 0 : top / 127.f;
 }
@@ -95,6 +122,20 @@ inline bool as_they_lie(const Linear& w) {
   return !w.hadamard && w.product == w.compute && pitch(w) == (w.compute == BF16 ? 2 : 4) * w.k;
 }
 
+// ROUND: what was transformed is rounded to bf16 first.
+template <bool ROUND, class T>
+float stage_int8(const T* x, int64_t k, int64_t n, int64_t size, float* wide, uint8_t* to) {
+  const vf scale = splat((float)(1 / std::sqrt((double)size)));
+  Greatest greatest;
+  transform(x, k, n, size, wide, [&](vf v, int j) HW_INLINE_LAMBDA {
+    v = v * scale;
+    if (ROUND) v = widen(narrow(v));
+    greatest.see(v, j);
+    return v;
+  });
+  return quantize(wide, n, greatest.get(), to);
+}
+
 // One row to ``to`` (pitch(w) bytes), filled up with zeros. Returns its scale, 1 unless it is quantised.
 template <class T>
 float stage(const Linear& w, const T* x, char* to) {
@@ -104,23 +145,17 @@ float stage(const Linear& w, const T* x, char* to) {
     return 1;
   }
   static thread_local Buffer<float> memory;
-  int64_t n = dwords(w.product, w.k) * elements(w.product);
-  float* wide = memory.of(n);
+  const int64_t n = round_up(dwords(w.product, w.k) * elements(w.product), GROUP);
   const int64_t size = w.hadamard ? w.hadamard : 1;
-  const vf scale = splat((float)(1 / std::sqrt((double)size)));
-  int64_t i = 0;
-  for (; i + LANES <= w.k; i += LANES) store(wide + i, hadamard_within(load(x + i), size, scale));
-  T last[LANES] = {};
-  std::memcpy(last, x + i, (w.k - i) * sizeof(T));
-  std::memset(wide + i, 0, (n - i) * sizeof(float));
-  if (i < n) store(wide + i, hadamard_within(load(last), size, scale));
-  hadamard_across(wide, round_up(w.k, LANES), size, scale);
+  float* wide = memory.of(n);
   if (w.product != INT8) {
-    for (i = 0; i < n; i += LANES) store((T*)to + i, load(wide + i));
+    const vf scale = splat((float)(1 / std::sqrt((double)size)));
+    transform(x, w.k, n, size, wide, [&](vf v, int) HW_INLINE_LAMBDA { return v * scale; });
+    for (int64_t i = 0; i < pitch(w) / (int64_t)sizeof(T); i += LANES) store((T*)to + i, load(wide + i));
     return 1;
   }
-  if (w.hadamard && w.compute == BF16) return quantize<true>(wide, n, (uint8_t*)to);
-  return quantize<false>(wide, n, (uint8_t*)to);
+  return w.hadamard && w.compute == BF16 ? stage_int8<true>(x, w.k, n, size, wide, (uint8_t*)to)
+                                         : stage_int8<false>(x, w.k, n, size, wide, (uint8_t*)to);
 }
 
 }  // namespace hw

@@ -79,20 +79,23 @@ HW_INLINE float greatest(const float* row, int from, int to) {
   return top(vmax(vmax(most[0], most[1]), vmax(most[2], most[3])));
 }
 
-// Makes weights (T) of the scores of keys from .. to - 1, in place, and 0 of the others in first .. last - 1, which are
-// multiples of PANEL.
+// Scores from .. to - 1 as exponents of two, but for a factor that ``weights`` applies; returns the greatest, with it. Apart from
+// ``weights`` so that one row's maximum, a chain from lane to lane, can be found while another's weights are made.
 template <class T, bool INT8>
-Soft weights(float* row, const Keys<T>& keys, float scale, float softcap, int from, int to, int first, int last) {
-  float factor = scale * LOG2_E;
-  if (INT8 || softcap != 0) {
-    for (int i = from / LANES * LANES; i < to; i += LANES) {
-      vf x = load(row + i);
-      if (INT8) x = x * load(keys.k_scale + i);
-      store(row + i, softcap != 0 ? capped(x * splat(2 * factor / softcap), softcap) : x * splat(factor));
-    }
-    factor = 1;
+float exponents(float* row, const Keys<T>& keys, float factor, float softcap, int from, int to) {
+  if (!INT8 && softcap == 0) return greatest(row, from, to) * factor;
+  for (int i = from / LANES * LANES; i < to; i += LANES) {
+    vf x = load(row + i);
+    if (INT8) x = x * load(keys.k_scale + i);
+    store(row + i, softcap != 0 ? capped(x * splat(2 * factor / softcap), softcap) : x * splat(factor));
   }
-  const float top_score = greatest(row, from, to) * factor;
+  return greatest(row, from, to);
+}
+
+// Makes weights (T) of the exponents from .. to - 1, in place, and 0 of the others in first .. last - 1, which are multiples of
+// PANEL. Returns their sum.
+template <class T, bool INT8>
+float weights(float* row, const Keys<T>& keys, float factor, float top_score, int from, int to, int first, int last) {
   vf total[2] = {};
   T* w = (T*)row;
   const int begin = from / (2 * LANES) * (2 * LANES), end = (to + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
@@ -110,7 +113,7 @@ Soft weights(float* row, const Keys<T>& keys, float scale, float softcap, int fr
     store_pair(w + i, p[0], p[1]);
   });
   for (int i = std::max(begin, end); i < last; i += LANES) store(w + i, vf{});
-  return {top_score, sum(total[0] + total[1])};
+  return sum(total[0] + total[1]);
 }
 
 // ---- results of splits ------------------------------------------------------------------------------------------------
@@ -259,14 +262,23 @@ template <class T> class Worker {
     products.rows(rows);
     products.score(s.q.of(0) + begin * dim, rows, dim, s.keys.k, first / PANEL, last / PANEL, scores);
     Soft soft[BLOCK];
-    const auto make_weights = int8 ? weights<T, true> : weights<T, false>;
-    for (int r = 0; r < rows; r++) {
-      const int seen_from = from(position[r], split), seen_to = to(position[r], split);
-      soft[r] = make_weights(scores + r * STRIDE, s.keys, call.scale, call.softcap, seen_from, seen_to, first, last);
-    }
+    int8 ? soften<true>(scores, position, rows, split, first, last, soft) : soften<false>(scores, position, rows, split, first, last, soft);
     products.weigh(scores, rows, dim, s.keys.v, first / PANEL, last / PANEL, o);
     if (task.partial) return keep_partials(task, head, split, begin, rows, soft);
     for (int r = 0; r < rows; r++) add(begin + r, o + r * dim, soft[r], split);
+  }
+
+  // Weights of all rows' scores.
+  template <bool INT8> void soften(float* scores, const int* position, int rows, int split, int first, int last, Soft* soft) const {
+    const float factor = call.scale * LOG2_E, left = INT8 || call.softcap != 0 ? 1 : factor;
+    for (int r = 0; r <= rows; r++) {
+      float* row = scores + r * STRIDE;
+      if (r < rows)
+        soft[r].top = exponents<T, INT8>(row, s.keys, factor, call.softcap, from(position[r], split), to(position[r], split));
+      if (r == 0) continue;
+      const int seen_from = from(position[r - 1], split), seen_to = to(position[r - 1], split);
+      soft[r - 1].total = weights<T, INT8>(row - STRIDE, s.keys, left, soft[r - 1].top, seen_from, seen_to, first, last);
+    }
   }
 
   // A row's next split.

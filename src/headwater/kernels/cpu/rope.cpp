@@ -41,8 +41,7 @@ float quantize(const float* x, int8_t* y, int dim) {
   const float top_abs = top(most), inverse = top_abs > 0 ? 1 / top_abs * 127 : 0;  // as PyTorch divides
   const vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
   for (int i = 0; i < dim; i += LANES) {
-    vi whole = (vi)(load(x + i) * splat(inverse) + magic) - (vi)magic;
-    for (int j = 0; j < LANES; j++) y[i + j] = (int8_t)whole[j];
+    store_low_bytes(y + i, (vi)(load(x + i) * splat(inverse) + magic));
   }
   return top_abs / 127 + sum(poison);
 }

@@ -18,6 +18,7 @@
 
 #define HW_API extern "C" __attribute__((visibility("default")))
 #define HW_INLINE inline __attribute__((always_inline))
+#define HW_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace hw {
 
@@ -99,6 +100,16 @@ HW_INLINE void store_pair(bf16* p, vf a, vf b) {
 #endif
 }
 
+HW_INLINE void store_low_bytes(void* p, vi v) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);  // GCC 12 takes the general form lane by lane
+#else
+  typedef int8_t vb __attribute__((vector_size(LANES)));
+  const vb bytes = __builtin_convertvector(v, vb);
+#endif
+  std::memcpy(p, &bytes, sizeof bytes);
+}
+
 // The first n elements of a vector, or all of it if there are more; what is not there is zeros.
 template <class T>
 HW_INLINE vf load_some(const T* p, int64_t n) {
@@ -118,9 +129,27 @@ HW_INLINE void store_some(T* p, vf v, int64_t n) {
 
 // ---- functions ----------------------------------------------------------------------------------------
 
-// 2 ** x for x <= 127 (smaller than -126: as -126). Exactly 1 at 0; what is no number stays so. Relative error below 3e-7;
-// SHORT: 3e-6, for what is rounded to 8 bits next.
+// 2 ** x for x <= 127; below -126 what is smaller than any normal number, or 2 ** -126. Exactly 1 at 0; what is no number stays so.
+// Relative error below 3e-7; SHORT: 3e-6, for what is rounded to 8 bits next.
 template <bool SHORT = false> HW_INLINE vf exp2(vf x) {
+#if defined(__AVX512DQ__)
+  const vf f = (vf)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
+  vf p;
+  if (SHORT) {
+    p = splat(1.34266846e-2f);
+    p = fma(p, f, splat(5.22424737e-2f));
+    p = fma(p, f, splat(2.41280205e-1f));
+    p = fma(p, f, splat(6.93044845e-1f));
+  } else {
+    p = splat(2.16129153e-4f);
+    p = fma(p, f, splat(1.24678463e-3f));
+    p = fma(p, f, splat(9.67545158e-3f));
+    p = fma(p, f, splat(5.54852806e-2f));
+    p = fma(p, f, splat(2.40229306e-1f));
+    p = fma(p, f, splat(6.93147044e-1f));
+  }
+  return (vf)_mm512_scalef_ps((__m512)fma(p, f, splat(1.f)), (__m512)x);  // times 2 ** floor(x)
+#else
   x = vmax(splat(-126.f), x);
   vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
   vf shifted = x + magic;
@@ -141,6 +170,7 @@ template <bool SHORT = false> HW_INLINE vf exp2(vf x) {
   }
   p = fma(p, f, splat(1.f));
   return (vf)((vi)p + ((vi)shifted << 23));
+#endif
 }
 
 // Lane i is lane (i + N) % LANES of v.
