@@ -128,7 +128,8 @@ void merge(float* o, float& m, float& l, const float* next, float next_m, float 
 }
 
 template <class T> void finish(const float* o, float l, int dim, T* out) {
-  for (int i = 0; i < dim; i += LANES) store(out + i, load(o + i) / splat(l));
+  const vf inverse = splat(1 / l);
+  for (int i = 0; i < dim; i += LANES) store(out + i, load(o + i) * inverse);
 }
 
 // ---- one thread's work --------------------------------------------------------------------------------------------------
@@ -252,9 +253,11 @@ template <class T> class Worker {
 
   void block(const Task& task, int head, int split, int begin, int rows) {
     const int* position = s.position.of(0) + begin;
-    float *scores = s.scores.of(0), *o = s.o.of(0);
+    float* scores = s.scores.of(0);
     int first = SPLIT, last = 0;
+    bool fresh = !task.partial;  // the first split of all rows: nothing to add it to
     for (int r = 0; r < rows; r++) {
+      fresh &= split == plan.seen_from(position[r]) / SPLIT;
       first = std::min(first, from(position[r], split) / (2 * PANEL) * (2 * PANEL));
       last = std::max(last, (to(position[r], split) + 2 * PANEL - 1) / (2 * PANEL) * (2 * PANEL));
     }
@@ -263,9 +266,13 @@ template <class T> class Worker {
     products.score(s.q.of(0) + begin * dim, rows, dim, s.keys.k, first / PANEL, last / PANEL, scores);
     Soft soft[BLOCK];
     int8 ? soften<true>(scores, position, rows, split, first, last, soft) : soften<false>(scores, position, rows, split, first, last, soft);
+    float* o = fresh ? s.sum_o.of(0) + begin * dim : s.o.of(0);
     products.weigh(scores, rows, dim, s.keys.v, first / PANEL, last / PANEL, o);
-    if (task.partial) return keep_partials(task, head, split, begin, rows, soft);
-    for (int r = 0; r < rows; r++) add(begin + r, o + r * dim, soft[r], split);
+    if (fresh)
+      for (int r = 0; r < rows; r++) s.top.of(0)[begin + r] = soft[r].top, s.total.of(0)[begin + r] = soft[r].total;
+    else if (task.partial) keep_partials(task, head, split, begin, rows, soft);
+    else
+      for (int r = 0; r < rows; r++) add(begin + r, o + r * dim, soft[r], split);
   }
 
   // Weights of all rows' scores.
