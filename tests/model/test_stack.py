@@ -40,23 +40,29 @@ def forward(model: Model, sequences: list[list[int]], at: Tensor | None) -> tupl
     return model.forward(batch, kv), kv
 
 
+@pytest.mark.parametrize("n_times", [1, 4])
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w8a16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", CHANGES)
-def test_one_call_has_the_bits_of_many(kind: str, dtype: torch.dtype, quantization: str, tmp_path: Path) -> None:
+def test_one_call_has_the_bits_of_many(
+    kind: str, dtype: torch.dtype, quantization: str, n_times: int, tmp_path: Path
+) -> None:
+    """With 128 rows the threads share every operation; with 515 each of two takes rows of its own."""
     model = load(kind, dtype, quantization, tmp_path)
     stack = model.stack
     assert isinstance(stack, NativeStack)
     rng = random.Random(0)
-    sequences = [[rng.randrange(90) for _ in range(n)] for n in (1, 40, 17, 70)]
+    sequences = [[rng.randrange(90) for _ in range(n)] for n in (1, 40, 17, 70) * n_times + (3,) * (n_times > 1)]
+    n_rows = sum(map(len, sequences))
+    torch.set_num_threads(2)
     for at in (None, torch.tensor([0, 40, 57, 127]), torch.tensor([63]), torch.tensor([], dtype=torch.int64)):
         model.stack = stack
         whole, kv = forward(model, sequences, at)
         model.stack = None
         single, kv_single = forward(model, sequences, at)
-        assert whole.shape == single.shape == (128 if at is None else len(at), 97)
+        assert whole.shape == single.shape == (n_rows if at is None else len(at), 97)
         assert torch.equal(whole, single) and torch.isfinite(whole).all()
         for a, b in zip(kv, kv_single, strict=True):
-            for block in range(2):
+            for block in range(2 * n_times):
                 one, other = a.layout.read(a.pages, block, 1), b.layout.read(b.pages, block, 1)
                 assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))

@@ -48,7 +48,7 @@ class NativeStack:
         layers: Sequence[LayerParts],
         final_norm: Tensor,
     ) -> None:
-        arguments = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4]
+        arguments = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 5]
         self._run = library.bind(f"hw_layers_{SUFFIX[dtype]}", None, arguments)
         self._dtype = dtype
         self._attention = attention
@@ -57,12 +57,13 @@ class NativeStack:
         next_norms = [*(layer.weights.attn_norm for layer in layers[1:]), final_norm]
         self._layers = (_Layer * len(layers))(*map(_layer, layers, next_norms))
         self._places = (_Place * len(layers))()
-        first = layers[0]
-        self._heads_width = first.n_heads * first.head_dim
-        self._width = max(
-            max(layer.weights.o.out_features + 3 * layer.weights.down.in_features, layer.weights.qkv.out_features)
-            for layer in layers
+        weights = [layer.weights for layer in layers]
+        self._widths = (
+            max(w.qkv.out_features for w in weights),
+            max(w.o.in_features for w in weights),
+            max(w.o.out_features + 3 * w.down.in_features for w in weights),
         )
+        """Elements of a row of qkv, of the heads, and of what the rest of a layer needs."""
         self._scratch = torch.empty(0, dtype=dtype)
 
     def run(self, h: Tensor, residual: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
@@ -70,10 +71,11 @@ class NativeStack:
             place.store = address_of(pages)
             place.step, place.plan = self._attention.step_of(batch, pages, part.n_heads, part.window)
         n, at = len(h), batch.logits_at
-        n_elements = n * (self._heads_width + self._width)
+        n_elements = n * sum(self._widths)
         if len(self._scratch) < n_elements:
             self._scratch = torch.empty(n_elements, dtype=self._dtype)
-        heads = self._scratch.data_ptr()
+        qkv, size = self._scratch.data_ptr(), n * self._scratch.itemsize
+        heads = qkv + self._widths[0] * size
         self._run(
             ctypes.addressof(self._layers),
             ctypes.addressof(self._places),
@@ -82,8 +84,9 @@ class NativeStack:
             len(at),
             h.data_ptr(),
             residual.data_ptr(),
+            qkv,
             heads,
-            heads + n * self._heads_width * self._scratch.itemsize,
+            heads + self._widths[1] * size,
         )
         return h[: len(at)]
 

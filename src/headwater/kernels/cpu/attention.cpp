@@ -398,30 +398,38 @@ template <class T> class Worker {
   }
 };
 
-template <class T> void attention(const Call& call) {
+// What each thread of a team does: all of them are to come here.
+template <class T> void share(const Call& call) {
   Plan& plan = call.plan;
   const int n_kv_heads = call.store.n_kv_heads, n = (int)plan.tasks.size() * n_kv_heads, n_merges = (int)plan.merged.size() * n_kv_heads;
-#pragma omp parallel if (n > 1)
-  {
-    static thread_local Scratch<T> scratch;
-    Worker<T> worker(call, scratch);
+  static thread_local Scratch<T> scratch;
+  Worker<T> worker(call, scratch);
 #pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < n; i++) worker.run(plan.tasks[i / n_kv_heads], i % n_kv_heads);
-    if (n_merges) {
-#pragma omp for schedule(static) nowait
-      for (int i = 0; i < n_merges; i++) worker.merge_partials(plan.tiles[plan.merged[i / n_kv_heads]], i % n_kv_heads);
-    }
+  for (int i = 0; i < n; i++) worker.run(plan.tasks[i / n_kv_heads], i % n_kv_heads);
+  if (n_merges) {
+#pragma omp for schedule(static)
+    for (int i = 0; i < n_merges; i++) worker.merge_partials(plan.tiles[plan.merged[i / n_kv_heads]], i % n_kv_heads);
   }
+}
+
+template <class T> void attention(const Call& call) {
+#pragma omp parallel if (call.plan.tasks.size() * call.store.n_kv_heads > 1)
+  share<T>(call);
 }
 
 }  // namespace
 
-// q [n_tokens][q_stride], out [n_tokens][n_heads * head_dim]; head_dim a multiple of 32 up to 256; softcap 0: none.
-HW_API void hw_attention_bfloat16(const Store* store, const Step* step, Plan* plan, const void* q, int64_t q_stride, void* out,
-                                  float scale, float softcap) {
-  attention<bf16>({*store, *step, *plan, q, q_stride, out, scale, softcap});
-}
-HW_API void hw_attention_float32(const Store* store, const Step* step, Plan* plan, const void* q, int64_t q_stride, void* out,
-                                 float scale, float softcap) {
-  attention<float>({*store, *step, *plan, q, q_stride, out, scale, softcap});
-}
+// q [n_tokens][q_stride], out [n_tokens][n_heads * head_dim]; head_dim a multiple of 32 up to 256; softcap 0: none. The ``share``
+// of it is for a team of threads, all of which call it; when it returns all of it is done.
+#define HW_ATTENTION(T, NAME)                                                                                              \
+  HW_API void hw_attention_##NAME(const Store* store, const Step* step, Plan* plan, const void* q, int64_t q_stride,       \
+                                  void* out, float scale, float softcap) {                                                 \
+    attention<T>({*store, *step, *plan, q, q_stride, out, scale, softcap});                                                \
+  }                                                                                                                        \
+  HW_API void hw_attention_share_##NAME(const Store* store, const Step* step, Plan* plan, const void* q, int64_t q_stride, \
+                                        void* out, float scale, float softcap) {                                           \
+    share<T>({*store, *step, *plan, q, q_stride, out, scale, softcap});                                                    \
+  }
+
+HW_ATTENTION(bf16, bfloat16)
+HW_ATTENTION(float, float32)

@@ -1,6 +1,8 @@
 // All layers of a decoder in one call. Between two calls from Python pass microseconds, in which a waiting thread of the
 // kernels may be put to sleep, and ten operations a layer make hundreds of calls a token. The operations are the very
 // ones that can be called alone, in the same order: the same bits.
+#include <omp.h>
+
 #include "attention_plan.h"
 #include "gates.h"
 #include "linear.h"
@@ -19,6 +21,8 @@ HW_API void hw_gated_linear(const Linear* w, const void* x, int64_t row_bytes, i
   HW_API void hw_rope_##NAME(const Store*, const Step*, T*, int, const float*, const float*, const float*,       \
                              const float*, float);                                                               \
   HW_API void hw_attention_##NAME(const Store*, const Step*, Plan*, const void*, int64_t, void*, float, float);  \
+  HW_API void hw_attention_share_##NAME(const Store*, const Step*, Plan*, const void*, int64_t, void*, float,    \
+                                        float);                                                                  \
   template <> struct Operations<T> {                                                                             \
     static constexpr auto rms_norm = hw_rms_norm_##NAME;                                                         \
     static constexpr auto add_rms_norm = hw_add_rms_norm_##NAME;                                                 \
@@ -26,6 +30,7 @@ HW_API void hw_gated_linear(const Linear* w, const void* x, int64_t row_bytes, i
     static constexpr auto gelu_tanh = hw_gelu_tanh_##NAME;                                                       \
     static constexpr auto rope = hw_rope_##NAME;                                                                 \
     static constexpr auto attention = hw_attention_##NAME;                                                       \
+    static constexpr auto attention_share = hw_attention_share_##NAME;                                           \
   };
 
 template <class T> struct Operations;
@@ -35,6 +40,7 @@ HW_OPERATIONS(bf16, bfloat16)
 namespace {
 
 constexpr int64_t MANY = 33;  // rows: fewer wait for the weights, which are read fastest from one end to the other
+constexpr int64_t ROWS_OF_A_THREAD = 192;  // with fewer it would wait for the weights, which each thread reads for its own rows
 
 // The same structures are in native_stack.py.
 struct Layer {
@@ -52,18 +58,18 @@ struct Place {  // what a layer works on in this step
   Plan* plan;
 };
 
-// h [n][d_model] -> heads [n][n_heads * head_dim], null where only K and V are wanted; ``qkv`` has room for the product's
-// rows.
+// h [n][d_model] of the step's tokens from ``first`` on -> qkv, n rows; K and V to the store.
 template <class T>
-void attend(const Layer& l, const Place& place, const T* h, T* qkv, T* heads) {
-  typedef Operations<T> ops;
-  hw_linear(l.qkv, h, l.qkv->k * sizeof(T), place.step->n_tokens, qkv);
-  ops::rope(place.store, place.step, qkv, l.n_heads, l.cos, l.sin, l.q_norm, l.k_norm, l.head_eps);
-  if (heads) ops::attention(place.store, place.step, place.plan, qkv, l.qkv->n, heads, l.scale, 0);
+void project(const Layer& l, const Place& place, int64_t first, int64_t n, const T* h, T* qkv) {
+  Step part = *place.step;
+  part.positions += first, part.slots += first, part.n_tokens = (int32_t)n;
+  hw_linear(l.qkv, h, l.qkv->k * sizeof(T), n, qkv);
+  Operations<T>::rope(place.store, &part, qkv, l.n_heads, l.cos, l.sin, l.q_norm, l.k_norm, l.head_eps);
 }
 
-// heads [n][n_heads * head_dim], residual [n][d_model] -> the next input h, residual. ``scratch``: n rows of
-// d_model + 3 * d_ff elements.
+int64_t finish_width(const Layer& l) { return l.o->n + 3 * l.down->k; }  // d_model + 3 * d_ff
+
+// heads [n][n_heads * head_dim], residual [n][d_model] -> the next input h, residual. ``scratch``: n rows of finish_width.
 template <class T>
 void finish(const Layer& l, int64_t n, const T* heads, T* residual, T* h, T* scratch) {
   typedef Operations<T> ops;
@@ -83,6 +89,56 @@ void finish(const Layer& l, int64_t n, const T* heads, T* residual, T* h, T* scr
   ops::add_rms_norm(out, residual, l.next_norm, h, residual, n, d_model, l.eps);
 }
 
+// What the layers work on, in rows of all tokens of the step.
+template <class T> struct Memory {
+  T *h, *residual;    // [d_model]
+  T *qkv;             // as the product is wide
+  T *heads;           // [n_heads * head_dim]
+  T *scratch;         // [finish_width]
+};
+
+// Layer ``i``'s attention of all tokens; all threads of a team share in it if there is one.
+template <class T>
+void attend(const Layer& l, const Place& place, const Memory<T>& memory, bool team) {
+  const auto attention = team ? Operations<T>::attention_share : Operations<T>::attention;
+  attention(place.store, place.step, place.plan, memory.qkv, l.qkv->n, memory.heads, l.scale, 0);
+}
+
+// All layers but what follows the last one's attention, by every thread for rows of its own: these stay in a cache near it, and
+// threads wait for each other at attention alone, which needs all rows' K and V. (Within it the operations find themselves in a
+// team already, and each runs in one thread.)
+template <class T>
+void run_by_rows(const Layer* layers, const Place* places, int64_t n_layers, int64_t n, bool sampled, const Memory<T>& memory) {
+#pragma omp parallel
+  {
+    const int64_t thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
+    const int64_t first = n * thread / n_threads, mine = n * (thread + 1) / n_threads - first;
+    for (int64_t i = 0; i < n_layers; i++) {
+      const Layer& l = layers[i];
+      T* h = memory.h + first * l.o->n;
+      project(l, places[i], first, mine, h, memory.qkv + first * l.qkv->n);
+#pragma omp barrier
+      if (i == n_layers - 1 && !sampled) break;
+      attend(l, places[i], memory, true);
+      if (i == n_layers - 1) break;
+      T *heads = memory.heads + first * l.o->k, *residual = memory.residual + first * l.o->n;
+      finish(l, mine, heads, residual, h, memory.scratch + first * finish_width(l));
+    }
+  }
+}
+
+// The same one operation after another, each shared out among the threads.
+template <class T>
+void run_by_operations(const Layer* layers, const Place* places, int64_t n_layers, int64_t n, bool sampled, const Memory<T>& memory) {
+  for (int64_t i = 0; i < n_layers; i++) {
+    const Layer& l = layers[i];
+    project(l, places[i], 0, n, memory.h, memory.qkv);
+    if (i == n_layers - 1 && !sampled) break;
+    attend(l, places[i], memory, false);
+    if (i < n_layers - 1) finish(l, n, memory.heads, memory.residual, memory.h, memory.scratch);
+  }
+}
+
 // Rows ``at`` (ascending) to the beginning.
 template <class T>
 void pick(T* rows, int64_t width, const int64_t* at, int64_t n) {
@@ -90,32 +146,26 @@ void pick(T* rows, int64_t width, const int64_t* at, int64_t n) {
 }
 
 // h and residual [n_tokens][d_model]; after it the first ``n_at`` rows of h are the outputs, normed, of rows ``at``: after
-// the last layer's attention nothing mixes rows, so that it goes on with those alone. ``heads`` and ``scratch`` have room
-// for n_tokens rows of their kinds.
+// the last layer's attention nothing mixes rows, so that it goes on with those alone.
 template <class T>
-void run(const Layer* layers, const Place* places, int64_t n_layers, const int64_t* at, int64_t n_at, T* h, T* residual,
-         T* heads, T* scratch) {
-  for (int64_t i = 0; i < n_layers; i++) {
-    const Layer& l = layers[i];
-    int64_t n = places[i].step->n_tokens;
-    const bool last = i == n_layers - 1;
-    attend(l, places[i], h, scratch, last && !n_at ? nullptr : heads);
-    if (last) {
-      pick(heads, l.o->k, at, n_at);
-      pick(residual, l.o->n, at, n_at);
-      n = n_at;
-    }
-    if (n) finish(l, n, heads, residual, h, scratch);
-  }
+void run(const Layer* layers, const Place* places, int64_t n_layers, const int64_t* at, int64_t n_at, const Memory<T>& memory) {
+  const int64_t n = places[0].step->n_tokens, n_threads = omp_get_max_threads();
+  const bool by_rows = n_threads > 1 && n >= ROWS_OF_A_THREAD * n_threads;
+  (by_rows ? run_by_rows<T> : run_by_operations<T>)(layers, places, n_layers, n, n_at > 0, memory);
+  if (!n_at) return;
+  const Layer& last = layers[n_layers - 1];
+  pick(memory.heads, last.o->k, at, n_at);
+  pick(memory.residual, last.o->n, at, n_at);
+  finish(last, n_at, memory.heads, memory.residual, memory.h, memory.scratch);
 }
 
 }  // namespace
 
-HW_API void hw_layers_float32(const Layer* layers, const Place* places, int64_t n_layers, const int64_t* at,
-                              int64_t n_at, float* h, float* residual, float* heads, float* scratch) {
-  run(layers, places, n_layers, at, n_at, h, residual, heads, scratch);
-}
-HW_API void hw_layers_bfloat16(const Layer* layers, const Place* places, int64_t n_layers, const int64_t* at,
-                               int64_t n_at, bf16* h, bf16* residual, bf16* heads, bf16* scratch) {
-  run(layers, places, n_layers, at, n_at, h, residual, heads, scratch);
-}
+#define HW_LAYERS(T, NAME)                                                                                                 \
+  HW_API void hw_layers_##NAME(const Layer* layers, const Place* places, int64_t n_layers, const int64_t* at, int64_t n_at, \
+                               T* h, T* residual, T* qkv, T* heads, T* scratch) {                                          \
+    run<T>(layers, places, n_layers, at, n_at, {h, residual, qkv, heads, scratch});                                        \
+  }
+
+HW_LAYERS(float, float32)
+HW_LAYERS(bf16, bfloat16)
