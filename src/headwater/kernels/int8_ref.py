@@ -49,9 +49,9 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         weight = self._weight
         if weight.hadamard:
-            x = hadamard(x, weight.hadamard).to(x.dtype)
+            x = hadamard(x, weight.hadamard)
         if self._product is not None:
-            out = self._product(x).float() * weight.scale
+            out = self._product(x.to(self.dtype)).float() * weight.scale
         else:
             values, scale = quantize_rows(x)
             # whole numbers below 2**53: exact in any order

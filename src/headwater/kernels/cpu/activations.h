@@ -88,8 +88,7 @@ HW_INLINE void transform(const T* from, int64_t k, int64_t n, int64_t size, floa
 struct Greatest {
   vi tops[TOGETHER] = {};
   HW_INLINE void see(vf x, int j) {
-    const vi bits = (vi)x & INT32_MAX;
-    tops[j] = bits > tops[j] ? bits : tops[j];
+    tops[j] = vmax((vi)x & INT32_MAX, tops[j]);
   }
   float get() {
     for (int j = 1; j < TOGETHER; j++) see((vf)tops[j], 0);
@@ -122,14 +121,12 @@ inline bool as_they_lie(const Linear& w) {
   return !w.hadamard && w.product == w.compute && pitch(w) == (w.compute == BF16 ? 2 : 4) * w.k;
 }
 
-// ROUND: what was transformed is rounded to bf16 first.
-template <bool ROUND, class T>
+template <class T>
 float stage_int8(const T* x, int64_t k, int64_t n, int64_t size, float* wide, uint8_t* to) {
   const vf scale = splat((float)(1 / std::sqrt((double)size)));
   Greatest greatest;
   transform(x, k, n, size, wide, [&](vf v, int j) HW_INLINE_LAMBDA {
     v = v * scale;
-    if (ROUND) v = widen(narrow(v));
     greatest.see(v, j);
     return v;
   });
@@ -154,8 +151,7 @@ float stage(const Linear& w, const T* x, char* to) {
     for (int64_t i = 0; i < pitch(w) / (int64_t)sizeof(T); i += LANES) store((T*)to + i, load(wide + i));
     return 1;
   }
-  return w.hadamard && w.compute == BF16 ? stage_int8<true>(x, w.k, n, size, wide, (uint8_t*)to)
-                                         : stage_int8<false>(x, w.k, n, size, wide, (uint8_t*)to);
+  return stage_int8(x, w.k, n, size, wide, (uint8_t*)to);
 }
 
 }  // namespace hw

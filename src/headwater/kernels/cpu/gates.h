@@ -8,7 +8,7 @@ namespace hw {
 enum Gate : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
 
 // x / (1 + 2 ** -z). exp2 ends at 127, where the quotient of what is left of x is as good as zero; a NaN stays one.
-HW_INLINE vf times_sigmoid(vf x, vf z) { return vmax(splat(-1e4f), x) / (splat(1.f) + exp2(vmin(-z, splat(126.f)))); }
+HW_INLINE vf times_sigmoid(vf x, vf z) { return over(vmax(splat(-1e4f), x), splat(1.f) + exp2(vmin(-z, splat(126.f)))); }
 
 struct Silu {
   HW_INLINE vf operator()(vf x) const { return times_sigmoid(x, x * 1.44269504f); }

@@ -52,6 +52,13 @@ HW_INLINE vf vmax(vf a, vf b) {
   return a > b ? a : b;
 #endif
 }
+HW_INLINE vi vmax(vi a, vi b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 HW_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 HW_INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
@@ -64,6 +71,16 @@ HW_INLINE vf fma(vf a, vf b, vf c) {
   return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;  // two roundings
+#endif
+}
+
+// a / b to 2 ** -23 of it, for b of 1 to 2 ** 126: four instructions for one that keeps its port busy four times as long.
+HW_INLINE vf over(vf a, vf b) {
+#if defined(__AVX512F__)
+  const vf near = (vf)_mm512_rcp14_ps((__m512)b);
+  return a * (near * (splat(2.f) - b * near));
+#else
+  return a / b;
 #endif
 }
 
