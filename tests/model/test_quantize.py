@@ -251,8 +251,10 @@ class Kept:
 
         monkeypatch.setattr(load_module.Quantizer, "model", counting)
 
-    def logits(self, scheme: str = "w8a8", dtype: torch.dtype = FLOAT) -> Tensor:
-        model = load_model(self.path, TorchOps(dtype), cache_dir=self.cache, quantization=scheme)
+    def logits(self, scheme: str = "w8a8", dtype: torch.dtype = FLOAT, read: list[list[int]] | None = None) -> Tensor:
+        """``read`` is what the model reads while its int8 weights are made; None: random token ids."""
+        sample = None if read is None else lambda vocab_size: read
+        model = load_model(self.path, TorchOps(dtype), cache_dir=self.cache, quantization=scheme, sample=sample)
         return torch.cat(all_logits(model, sequences()))
 
     @property
@@ -280,6 +282,15 @@ def test_schemes_dtypes_and_weights_have_files_of_their_own(kept: Kept) -> None:
     save_file(weights, kept.path / "model.safetensors", {"format": "pt"})
     kept.logits()
     assert kept.n_made == len(list((kept.cache / "quantized").iterdir())) == 4
+
+
+def test_weights_rounded_by_another_text_are_not_taken_for_these(kept: Kept) -> None:
+    """Weights that were made without a text, by a tool or a test, once served in place of better ones."""
+    by_chance = kept.logits()
+    by_text = kept.logits(read=[[1, 2, 3, 4] * 8])
+    assert kept.n_made == 2 and not torch.equal(by_text, by_chance)
+    assert torch.equal(kept.logits(read=[[1, 2, 3, 4] * 8]), by_text) and torch.equal(kept.logits(), by_chance)
+    assert kept.n_made == 2
 
 
 def flip_last_byte(file: Path) -> None:

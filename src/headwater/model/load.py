@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import xxhash
 
 from headwater.config import default_cache_dir
 from headwater.errors import ConfigError, ModelError
@@ -74,11 +76,11 @@ def load_model(
         layers = (reader.layer(i) for i in range(spec.n_layers))
         return assembler.model(reader.outer(), layers, _packs_floats(ops), digest, progress)
     quantizer = Quantizer(spec, ops, quantization)
-    kept = _kept(cache_dir, digest, quantization, spec, ops.dtype)
+    sequences = ([] if sample is None else sample(spec.vocab_size)) or random_sequences(spec)
+    kept = _kept(cache_dir, digest, quantization, spec, ops.dtype, sequences)
     made = kept.read()
     if made is None:
-        sequences = [] if sample is None else sample(spec.vocab_size)
-        made = quantizer.model(reader, sequences or random_sequences(spec), progress)
+        made = quantizer.model(reader, sequences, progress)
         if kept.write(made):
             made = kept.read() or made  # memory-mapped, as at every later start
     # Norms are copied, or a page of the file would be mapped for each. The embedding stays in the file: only those of
@@ -88,11 +90,15 @@ def load_model(
     return assembler.model(outer, made_layers, _packs_int8(ops), digest, progress)
 
 
-def _kept(cache_dir: Path, digest: bytes, scheme: str, spec: ModelSpec, dtype: torch.dtype) -> QuantizedFile:
-    """Where int8 weights of these files are kept; the embedding among them is in ``dtype``."""
+def _kept(
+    cache_dir: Path, digest: bytes, scheme: str, spec: ModelSpec, dtype: torch.dtype, sequences: Sequence[Sequence[int]]
+) -> QuantizedFile:
+    """Where int8 weights of these files are kept, made by what the model does with ``sequences``; the embedding among
+    them is in ``dtype``."""
     embed = str(dtype).removeprefix("torch.")
-    identity = {"recipe": str(RECIPE), "weights": digest.hex(), "scheme": scheme, "embed": embed}
-    name = f"{digest.hex()[:32]}-{scheme}-{embed}.safetensors"
+    read = xxhash.xxh3_128_hexdigest(json.dumps(sequences).encode())
+    identity = {"recipe": str(RECIPE), "weights": digest.hex(), "scheme": scheme, "embed": embed, "read": read}
+    name = f"{digest.hex()[:32]}-{scheme}-{embed}-{read[:8]}.safetensors"
     return QuantizedFile(cache_dir / "quantized" / name, identity, spec)
 
 
