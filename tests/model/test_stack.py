@@ -14,6 +14,7 @@ from headwater.kernels.layout import LayerKV
 from headwater.kernels.native_stack import NativeStack
 from headwater.model.decoder import Model
 from headwater.model.load import load_model
+from tests.bits.matrix import threads
 from tests.model.dense import empty_store, whole_batch
 from tests.model.tiny import tiny
 
@@ -54,12 +55,12 @@ def test_one_call_has_the_bits_of_many(
     rng = random.Random(0)
     sequences = [[rng.randrange(90) for _ in range(n)] for n in (1, 40, 17, 70) * n_times + (3,) * (n_times > 1)]
     n_rows = sum(map(len, sequences))
-    torch.set_num_threads(2)
     for at in (None, torch.tensor([0, 40, 57, 127]), torch.tensor([63]), torch.tensor([], dtype=torch.int64)):
-        model.stack = stack
-        whole, kv = forward(model, sequences, at)
-        model.stack = None
-        single, kv_single = forward(model, sequences, at)
+        with threads(2):
+            model.stack = stack
+            whole, kv = forward(model, sequences, at)
+            model.stack = None
+            single, kv_single = forward(model, sequences, at)
         assert whole.shape == single.shape == (n_rows if at is None else len(at), 97)
         assert torch.equal(whole, single) and torch.isfinite(whole).all()
         for a, b in zip(kv, kv_single, strict=True):

@@ -18,9 +18,15 @@ HW_INLINE vf butterfly(vf v, std::integer_sequence<int, i...>) {
   return fma(v, SIGNS, vf{v[i ^ HALF]...});  // lane i: v[i] + its partner, or its partner - v[i]; rounded once
 }
 
-HW_INLINE void add_and_subtract(vf& a, vf& b) {
-  const vf sum = a + b;
-  b = a - b, a = sum;
+// A level between vectors APART.
+template <int APART, size_t N>
+HW_INLINE void between(vf (&v)[N]) {
+  repeat<N>([&](auto j) {
+    if constexpr ((j & APART) == 0) {
+      const vf a = v[j], b = v[j + APART];
+      v[j] = a + b, v[j + APART] = a - b;
+    }
+  });
 }
 
 // The first LEVELS of the transform, in registers: within vectors, then between vectors that lie side by side.
@@ -29,10 +35,8 @@ HW_INLINE void transform_near(vf (&v)[N]) {
   constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
   repeat<LEVELS>([&](auto level) {
     constexpr int APART = 1 << level;
-    repeat<N>([&](auto j) {
-      if constexpr (APART < LANES) v[j] = butterfly<APART>(v[j], lanes);
-      else if constexpr ((j & (APART / LANES)) == 0) add_and_subtract(v[j], v[j + APART / LANES]);
-    });
+    if constexpr (APART < LANES) repeat<N>([&](auto j) { v[j] = butterfly<APART>(v[j], lanes); });
+    else between<APART / LANES>(v);
   });
 }
 
@@ -44,11 +48,7 @@ HW_INLINE void butterflies(float* x, int64_t n, int64_t half, F last) {
     for (int64_t i = at; i < at + half; i += LANES) {
       vf v[VECTORS];
       repeat<VECTORS>([&](auto j) { v[j] = load(x + i + j * half); });
-      repeat<LEVELS>([&](auto level) {
-        repeat<VECTORS>([&](auto j) {
-          if constexpr ((j >> level & 1) == 0) add_and_subtract(v[j], v[j + (1 << level)]);
-        });
-      });
+      repeat<LEVELS>([&](auto level) { between<(1 << level)>(v); });
       repeat<VECTORS>([&](auto j) { store(x + i + j * half, last(v[j], j % TOGETHER)); });
     }
 }
@@ -87,9 +87,7 @@ HW_INLINE void transform(const T* from, int64_t k, int64_t n, int64_t size, floa
 // The bits of |x| order like |x|, infinity above numbers, NaN above all: the greatest of a row.
 struct Greatest {
   vi tops[TOGETHER] = {};
-  HW_INLINE void see(vf x, int j) {
-    tops[j] = vmax((vi)x & INT32_MAX, tops[j]);
-  }
+  HW_INLINE void see(vf x, int j) { tops[j] = vmax((vi)x & INT32_MAX, tops[j]); }
   float get() {
     for (int j = 1; j < TOGETHER; j++) see((vf)tops[j], 0);
     int32_t lanes[LANES];
@@ -106,11 +104,7 @@ struct Greatest {
 inline float quantize(const float* x, int64_t n, float top, uint8_t* to) {
   float inverse = 1.f / top * 127.f;  // as PyTorch divides
   if (!(inverse <= FLT_MAX) || !std::isfinite(top)) inverse = 0;
-  vf magic = splat(12582912.f + 128);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
-  for (int64_t i = 0; i < n; i += LANES) {
-    vi whole = (vi)(load(x + i) * splat(inverse) + magic);
-    store_low_bytes(to + i, whole);
-  }
+  for (int64_t i = 0; i < n; i += LANES) store_low_bytes(to + i, (vi)(load(x + i) * splat(inverse) + splat(ROUNDER + 128)));
   return !std::isfinite(top) ? NAN : inverse == 0 ? 0 : top / 127.f;
 }
 
@@ -119,18 +113,6 @@ inline int64_t pitch(const Linear& w) { return 4 * dwords(w.product, w.k); }  //
 // Activations can be multiplied where they lie if nothing is to be done to them and no dword is to be filled up.
 inline bool as_they_lie(const Linear& w) {
   return !w.hadamard && w.product == w.compute && pitch(w) == (w.compute == BF16 ? 2 : 4) * w.k;
-}
-
-template <class T>
-float stage_int8(const T* x, int64_t k, int64_t n, int64_t size, float* wide, uint8_t* to) {
-  const vf scale = splat((float)(1 / std::sqrt((double)size)));
-  Greatest greatest;
-  transform(x, k, n, size, wide, [&](vf v, int j) HW_INLINE_LAMBDA {
-    v = v * scale;
-    greatest.see(v, j);
-    return v;
-  });
-  return quantize(wide, n, greatest.get(), to);
 }
 
 // One row to ``to`` (pitch(w) bytes), filled up with zeros. Returns its scale, 1 unless it is quantised.
@@ -144,14 +126,20 @@ float stage(const Linear& w, const T* x, char* to) {
   static thread_local Buffer<float> memory;
   const int64_t n = round_up(dwords(w.product, w.k) * elements(w.product), GROUP);
   const int64_t size = w.hadamard ? w.hadamard : 1;
+  const vf scale = splat((float)(1 / std::sqrt((double)size)));
   float* wide = memory.of(n);
   if (w.product != INT8) {
-    const vf scale = splat((float)(1 / std::sqrt((double)size)));
     transform(x, w.k, n, size, wide, [&](vf v, int) HW_INLINE_LAMBDA { return v * scale; });
     for (int64_t i = 0; i < pitch(w) / (int64_t)sizeof(T); i += LANES) store((T*)to + i, load(wide + i));
     return 1;
   }
-  return stage_int8(x, w.k, n, size, wide, (uint8_t*)to);
+  Greatest greatest;
+  transform(x, w.k, n, size, wide, [&](vf v, int j) HW_INLINE_LAMBDA {
+    v = v * scale;
+    greatest.see(v, j);
+    return v;
+  });
+  return quantize(wide, n, greatest.get(), (uint8_t*)to);
 }
 
 }  // namespace hw

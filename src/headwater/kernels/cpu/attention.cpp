@@ -265,7 +265,8 @@ template <class T> class Worker {
     products.rows(rows);
     products.score(s.q.of(0) + begin * dim, rows, dim, s.keys.k, first / PANEL, last / PANEL, scores);
     Soft soft[BLOCK];
-    int8 ? soften<true>(scores, position, rows, split, first, last, soft) : soften<false>(scores, position, rows, split, first, last, soft);
+    if (int8) soften<true>(scores, position, rows, split, first, last, soft);
+    else soften<false>(scores, position, rows, split, first, last, soft);
     float* o = fresh ? s.sum_o.of(0) + begin * dim : s.o.of(0);
     products.weigh(scores, rows, dim, s.keys.v, first / PANEL, last / PANEL, o);
     if (fresh)

@@ -91,51 +91,34 @@ void finish(const Layer& l, int64_t n, const T* heads, T* residual, T* h, T* scr
 
 // What the layers work on, in rows of all tokens of the step.
 template <class T> struct Memory {
-  T *h, *residual;    // [d_model]
-  T *qkv;             // as the product is wide
-  T *heads;           // [n_heads * head_dim]
-  T *scratch;         // [finish_width]
+  T *h, *residual;  // [d_model]
+  T* qkv;           // [width of the product]
+  T* heads;         // [n_heads * head_dim]
+  T* scratch;       // [finish_width]
 };
 
-// Layer ``i``'s attention of all tokens; all threads of a team share in it if there is one.
-template <class T>
-void attend(const Layer& l, const Place& place, const Memory<T>& memory, bool team) {
-  const auto attention = team ? Operations<T>::attention_share : Operations<T>::attention;
-  attention(place.store, place.step, place.plan, memory.qkv, l.qkv->n, memory.heads, l.scale, 0);
-}
-
-// All layers but what follows the last one's attention, by every thread for rows of its own: these stay in a cache near it, and
-// threads wait for each other at attention alone, which needs all rows' K and V. (Within it the operations find themselves in a
-// team already, and each runs in one thread.)
-template <class T>
-void run_by_rows(const Layer* layers, const Place* places, int64_t n_layers, int64_t n, bool sampled, const Memory<T>& memory) {
-#pragma omp parallel
-  {
-    const int64_t thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
-    const int64_t first = n * thread / n_threads, mine = n * (thread + 1) / n_threads - first;
-    for (int64_t i = 0; i < n_layers; i++) {
-      const Layer& l = layers[i];
-      T* h = memory.h + first * l.o->n;
-      project(l, places[i], first, mine, h, memory.qkv + first * l.qkv->n);
-#pragma omp barrier
-      if (i == n_layers - 1 && !sampled) break;
-      attend(l, places[i], memory, true);
-      if (i == n_layers - 1) break;
-      T *heads = memory.heads + first * l.o->k, *residual = memory.residual + first * l.o->n;
-      finish(l, mine, heads, residual, h, memory.scratch + first * finish_width(l));
-    }
-  }
-}
-
-// The same one operation after another, each shared out among the threads.
-template <class T>
-void run_by_operations(const Layer* layers, const Place* places, int64_t n_layers, int64_t n, bool sampled, const Memory<T>& memory) {
+// All layers but what follows the last one's attention, for ``n`` rows from ``first`` on: all of them, each operation shared out
+// among the threads; or a thread's own in a TEAM, each of which calls this. Its rows then stay in a cache near it, and it waits for the
+// others at attention alone, which needs all rows' K and V and is shared by all. (The other operations find themselves in a team
+// already, and run in one thread.)
+template <bool TEAM, class T>
+void pass(const Layer* layers, const Place* places, int64_t n_layers, int64_t first, int64_t n, bool sampled,
+          const Memory<T>& memory) {
   for (int64_t i = 0; i < n_layers; i++) {
     const Layer& l = layers[i];
-    project(l, places[i], 0, n, memory.h, memory.qkv);
-    if (i == n_layers - 1 && !sampled) break;
-    attend(l, places[i], memory, false);
-    if (i < n_layers - 1) finish(l, n, memory.heads, memory.residual, memory.h, memory.scratch);
+    const Place& place = places[i];
+    const bool last = i == n_layers - 1;
+    T* h = memory.h + first * l.o->n;
+    project(l, place, first, n, h, memory.qkv + first * l.qkv->n);
+    if (TEAM) {
+#pragma omp barrier
+    }
+    if (last && !sampled) return;
+    const auto attention = TEAM ? Operations<T>::attention_share : Operations<T>::attention;
+    attention(place.store, place.step, place.plan, memory.qkv, l.qkv->n, memory.heads, l.scale, 0);
+    if (last) return;
+    T *heads = memory.heads + first * l.o->k, *residual = memory.residual + first * l.o->n;
+    finish(l, n, heads, residual, h, memory.scratch + first * finish_width(l));
   }
 }
 
@@ -150,8 +133,15 @@ void pick(T* rows, int64_t width, const int64_t* at, int64_t n) {
 template <class T>
 void run(const Layer* layers, const Place* places, int64_t n_layers, const int64_t* at, int64_t n_at, const Memory<T>& memory) {
   const int64_t n = places[0].step->n_tokens, n_threads = omp_get_max_threads();
-  const bool by_rows = n_threads > 1 && n >= ROWS_OF_A_THREAD * n_threads;
-  (by_rows ? run_by_rows<T> : run_by_operations<T>)(layers, places, n_layers, n, n_at > 0, memory);
+  if (n_threads > 1 && n >= ROWS_OF_A_THREAD * n_threads) {
+#pragma omp parallel
+    {
+      const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads(), first = n * thread / team;
+      pass<true>(layers, places, n_layers, first, n * (thread + 1) / team - first, n_at > 0, memory);
+    }
+  } else {
+    pass<false>(layers, places, n_layers, 0, n, n_at > 0, memory);
+  }
   if (!n_at) return;
   const Layer& last = layers[n_layers - 1];
   pick(memory.heads, last.o->k, at, n_at);

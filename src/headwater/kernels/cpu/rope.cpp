@@ -39,10 +39,7 @@ float quantize(const float* x, int8_t* y, int dim) {
     poison += load(x + i) * splat(0.f);
   }
   const float top_abs = top(most), inverse = top_abs > 0 ? 1 / top_abs * 127 : 0;  // as PyTorch divides
-  const vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
-  for (int i = 0; i < dim; i += LANES) {
-    store_low_bytes(y + i, (vi)(load(x + i) * splat(inverse) + magic));
-  }
+  for (int i = 0; i < dim; i += LANES) store_low_bytes(y + i, (vi)(load(x + i) * splat(inverse) + splat(ROUNDER)));
   return top_abs / 127 + sum(poison);
 }
 

@@ -17,8 +17,8 @@
 #endif
 
 #define HW_API extern "C" __attribute__((visibility("default")))
-#define HW_INLINE inline __attribute__((always_inline))
-#define HW_INLINE_LAMBDA __attribute__((always_inline))
+#define HW_INLINE_LAMBDA __attribute__((always_inline))  // after a lambda's parameters
+#define HW_INLINE inline HW_INLINE_LAMBDA
 
 namespace hw {
 
@@ -146,46 +146,29 @@ HW_INLINE void store_some(T* p, vf v, int64_t n) {
 
 // ---- functions ----------------------------------------------------------------------------------------
 
+// Adding it to a number of less than 2 ** 22 rounds that to whole, to nearest and ties to even, in the low bits of the sum.
+constexpr float ROUNDER = 12582912.f;  // 1.5 * 2 ** 23
+
+// first + x * (next + x * ...), by Horner's rule.
+HW_INLINE vf polynomial(vf, float last) { return splat(last); }
+template <class... More>
+HW_INLINE vf polynomial(vf x, float first, More... more) { return fma(polynomial(x, more...), x, splat(first)); }
+
 // 2 ** x for x <= 127; below -126 what is smaller than any normal number, or 2 ** -126. Exactly 1 at 0; what is no number stays so.
 // Relative error below 3e-7; SHORT: 3e-6, for what is rounded to 8 bits next.
 template <bool SHORT = false> HW_INLINE vf exp2(vf x) {
 #if defined(__AVX512DQ__)
   const vf f = (vf)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
-  vf p;
-  if (SHORT) {
-    p = splat(1.34266846e-2f);
-    p = fma(p, f, splat(5.22424737e-2f));
-    p = fma(p, f, splat(2.41280205e-1f));
-    p = fma(p, f, splat(6.93044845e-1f));
-  } else {
-    p = splat(2.16129153e-4f);
-    p = fma(p, f, splat(1.24678463e-3f));
-    p = fma(p, f, splat(9.67545158e-3f));
-    p = fma(p, f, splat(5.54852806e-2f));
-    p = fma(p, f, splat(2.40229306e-1f));
-    p = fma(p, f, splat(6.93147044e-1f));
-  }
-  return (vf)_mm512_scalef_ps((__m512)fma(p, f, splat(1.f)), (__m512)x);  // times 2 ** floor(x)
+  const vf p = SHORT ? polynomial(f, 1.f, 6.93044845e-1f, 2.41280205e-1f, 5.22424737e-2f, 1.34266846e-2f)
+                     : polynomial(f, 1.f, 6.93147044e-1f, 2.40229306e-1f, 5.54852806e-2f, 9.67545158e-3f,
+                                  1.24678463e-3f, 2.16129153e-4f);
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2 ** floor(x)
 #else
   x = vmax(splat(-126.f), x);
-  vf magic = splat(12582912.f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, in the low bits
-  vf shifted = x + magic;
-  vf f = x - (shifted - magic);
-  vf p;
-  if (SHORT) {
-    p = splat(9.5828301e-3f);
-    p = fma(p, f, splat(5.5906400e-2f));
-    p = fma(p, f, splat(2.4024099e-1f));
-    p = fma(p, f, splat(6.9312420e-1f));
-  } else {
-    p = splat(1.5403530e-4f);
-    p = fma(p, f, splat(1.3333558e-3f));
-    p = fma(p, f, splat(9.6181291e-3f));
-    p = fma(p, f, splat(5.5504109e-2f));
-    p = fma(p, f, splat(2.4022651e-1f));
-    p = fma(p, f, splat(6.9314718e-1f));
-  }
-  p = fma(p, f, splat(1.f));
+  const vf shifted = x + splat(ROUNDER), f = x - (shifted - splat(ROUNDER));
+  const vf p = SHORT ? polynomial(f, 1.f, 6.9312420e-1f, 2.4024099e-1f, 5.5906400e-2f, 9.5828301e-3f)
+                     : polynomial(f, 1.f, 6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f, 9.6181291e-3f, 1.3333558e-3f,
+                                  1.5403530e-4f);
   return (vf)((vi)p + ((vi)shifted << 23));
 #endif
 }
