@@ -17,7 +17,7 @@ import pytest
 from tests.serve.harness import Server, events_of, launched, wait_until
 from tests.serve.test_disconnect import begin, gone
 from tests.serve.ui.browser import browser, complaints
-from tests.serve.ui.steps import css, opened, press, text, until
+from tests.serve.ui.steps import css, opened, press, row_of, text, until
 
 MODEL = "smollm2-135m"
 LIMIT = 1800
@@ -302,19 +302,21 @@ def test_why_hits_ended_is_counted_once_a_request(real: Server) -> None:
 def test_the_live_page_shows_a_hit_a_blocks_text_and_a_miss_with_its_reason(real: Server) -> None:
     system = SYSTEM + " This is for the page."
 
-    def ask(question: str) -> None:
+    def ask(question: str) -> Any:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         answer = real.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4})
         assert answer.status_code == 200
+        return answer.json()
 
     with browser() as page:
         opened(page, real)
         ask("What is a weir, and who would build one in a river, and why would they do that at all?")
-        ask("What is a lock, and who would build one in a river, and why would they do that at all?")
-        until(lambda: "differs" in text(page, "#request-list > li:first-child .why"))
-        assert "% cached" in text(page, "#request-list > li:first-child .line")
-        css(page, "#request-list > li:first-child .open").click()
-        account = css(page, "#request-list > li:first-child .account").text
+        answer = ask("What is a lock, and who would build one in a river, and why would they do that at all?")
+        row = row_of(page, answer)
+        assert "differs" in text(page, f"{row} .why")
+        assert "% cached" in text(page, f"{row} .line")
+        css(page, f"{row} .open").click()
+        account = css(page, f"{row} .account").text
         assert " lock" in account and " weir" in account and "message 1 (user), character 9" in account, account
         newest = httpx.get(real.url + "/admin/view", timeout=30).json()
         assert newest["requests"][0]["account"]["stop"]["reason"] == "differs"

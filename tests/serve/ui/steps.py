@@ -43,6 +43,13 @@ def until(condition: Callable[[], Any], within_s: float = WAIT_S) -> Any:
         time.sleep(0.05)
 
 
+def row_of(driver: Any, answer: dict[str, Any]) -> str:
+    """The selector of an answered request's row, once the page shows it with the account of its hit."""
+    row = f"#request-list > [data-request='{answer['id']}']"
+    until(lambda: text(driver, f"{row} .why"))
+    return row
+
+
 def press(driver: Any, *keys: str) -> None:
     from selenium.webdriver import ActionChains
 

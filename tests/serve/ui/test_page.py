@@ -13,7 +13,7 @@ import pytest
 
 from tests.serve.harness import Server, launched
 from tests.serve.ui.browser import browser, complaints, missing, resize
-from tests.serve.ui.steps import all_css, css, opened, press, text, until
+from tests.serve.ui.steps import all_css, css, opened, press, row_of, text, until
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -59,12 +59,9 @@ def test_an_idle_server_has_a_designed_empty_state(page: Any) -> None:
 
 
 def test_a_hit_that_a_request_just_made_appears(page: Any, server: Server) -> None:
-    for question in ("What is a delta?", "What is a weir?"):
-        server.complete(SYSTEM + question, max_tokens=8)
+    answers = [server.complete(SYSTEM + q, max_tokens=8) for q in ("What is a delta?", "What is a weir?")]
     n_shared = len(SYSTEM + "What is a ") // 16 * 16
-    row = until(lambda: all_css(page, "#request-list > li"))[0]
-    until(lambda: len(all_css(page, "#request-list > li")) == 2)
-    row = css(page, "#request-list > li")
+    row = css(page, row_of(page, answers[1]))
     assert f"{100 * n_shared // len(SYSTEM + 'What is a weir?')} % cached" in row.text
     assert f"{n_shared} tokens cached" in css(row, ".bar").get_attribute("aria-label")
     until(lambda: text(page, "#f-reused").endswith(" %") and text(page, "#f-reused") != "0 %")
@@ -74,15 +71,16 @@ def test_a_hit_that_a_request_just_made_appears(page: Any, server: Server) -> No
 
 def test_a_miss_says_why_and_a_click_tells_the_whole_account(page: Any, server: Server) -> None:
     server.complete("abcdefghijklmnopqrstuvwxyz 0123456789", max_tokens=2)
-    server.complete("abcdefghijklmnopqrsXuvwxyz 0123456789", max_tokens=2)
-    until(lambda: "differs" in text(page, "#request-list > li .why") and "19" in text(page, "#request-list > li .why"))
-    button = css(page, "#request-list > li .open")
+    answer = server.complete("abcdefghijklmnopqrsXuvwxyz 0123456789", max_tokens=2)
+    row = row_of(page, answer)
+    assert "differs" in text(page, f"{row} .why") and "19" in text(page, f"{row} .why")
+    button = css(page, f"{row} .open")
     button.click()
     assert button.get_attribute("aria-expanded") == "true"
-    account = css(page, "#request-list > li .account").text
+    account = css(page, f"{row} .account").text
     assert "X" in account and "t" in account and "16 tokens" in account
     button.click()
-    assert not all_css(page, "#request-list > li .account")
+    assert not all_css(page, f"{row} .account")
 
 
 def test_a_blocks_text_is_shown_on_pointing_at_it(page: Any, server: Server) -> None:
