@@ -56,7 +56,7 @@ class SchedulerConfig:
     """Limits of one step and of the whole."""
 
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 1024
     """Token budget of a step; longer prompts are computed in chunks."""
     max_model_len: int | None = None
     """None: the model's own limit, or what the pool can hold if that is less."""
@@ -66,6 +66,8 @@ class SchedulerConfig:
     """How long a request may wait for a beginning that another one is computing now; 0: not at all."""
     explain: bool = True
     """Keep an account of what each request reused and why no more."""
+    max_num_mixed_tokens: int = 512
+    """Token budget of a step while requests generate: the longest gap between their tokens is such a step."""
 
 
 @dataclass(frozen=True, slots=True)

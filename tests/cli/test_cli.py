@@ -145,9 +145,10 @@ def test_amounts_of_memory(text: str, n_bytes: int) -> None:
 def test_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWATER_CACHE", raising=False)
     line = (
-        "serve --model m.gguf --max-model-len 99 --max-num-seqs 3 --max-num-batched-tokens 77 --block-size 8 "
-        "--no-enable-prefix-caching --prefix-caching-hash-algo xxh3_128 --dtype float32 --served-model-name s "
-        "--kv-cache-memory-bytes 1GiB --num-blocks 5 --threads 2 --seed 9 --max-waiting 4 --model-cache-dir d"
+        "serve --model m.gguf --max-model-len 99 --max-num-seqs 3 --max-num-batched-tokens 77 "
+        "--max-num-mixed-tokens 33 --block-size 8 --no-enable-prefix-caching --prefix-caching-hash-algo xxh3_128 "
+        "--dtype float32 --served-model-name s --kv-cache-memory-bytes 1GiB --num-blocks 5 --threads 2 --seed 9 "
+        "--max-waiting 4 --model-cache-dir d"
     )
     config = config_of(parse(line.split()))
     assert (config.model.model, config.model.served_model_name, config.model.dtype) == ("m.gguf", "s", "float32")
@@ -159,7 +160,8 @@ def test_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (config.cache.kv_cache_memory_bytes, config.cache.n_blocks) == (2**30, 5)
     assert (config.scheduler.max_model_len, config.scheduler.max_num_seqs) == (99, 3)
-    assert (config.scheduler.max_num_batched_tokens, config.scheduler.max_waiting) == (77, 4)
+    assert (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_mixed_tokens) == (77, 33)
+    assert config.scheduler.max_waiting == 4
 
 
 def test_the_model_may_stand_alone_but_not_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_limit_is_fitted_to_the_pool() -> None:
     fitted = fit_blocks(
         GEMMA3, gemma, layout(GEMMA3, BF16), CacheConfig(n_blocks=500), SchedulerConfig(), 16 << 30
     ).max_model_len
-    assert blocks_for(gemma, fitted, 512) <= 500 < blocks_for(gemma, fitted + 1, 512)
+    assert blocks_for(gemma, fitted, 1024) <= 500 < blocks_for(gemma, fitted + 1, 1024)
 
 
 @pytest.mark.parametrize(

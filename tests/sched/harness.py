@@ -40,6 +40,7 @@ class Harness:
     groups: tuple[GroupSpec, ...] = (FULL4,)
     n_blocks: int = 64
     budget: int = 64
+    mixed_budget: int = 1 << 20
     max_seqs: int = 8
     max_model_len: int = 200
     max_waiting: int = 4096
@@ -59,7 +60,14 @@ class Harness:
         self.clock = Clock(0.0 if self.wait_s else 1.0)
         caching = CacheConfig(partial_reuse=self.partial)
         self.cache = PrefixCache(self.groups, self.n_blocks, config=caching, clock=self.clock, hasher=self.hasher)
-        config = SchedulerConfig(self.max_seqs, self.budget, self.max_model_len, self.max_waiting, self.wait_s)
+        config = SchedulerConfig(
+            max_num_seqs=self.max_seqs,
+            max_num_batched_tokens=self.budget,
+            max_num_mixed_tokens=self.mixed_budget,
+            max_model_len=self.max_model_len,
+            max_waiting=self.max_waiting,
+            in_flight_wait_s=self.wait_s,
+        )
         self.sched = Scheduler(self.cache, config, max_model_len=self.max_model_len, clock=self.clock, parts=self.parts)
         self.runner = FakeRunner(self.groups, self.n_blocks, vocab_size=self.vocab_size)
 

@@ -32,6 +32,50 @@ def test_running_first_then_the_queue_within_the_budget() -> None:
     h.check_outputs()
 
 
+def test_while_somebody_generates_steps_are_short() -> None:
+    h = Harness(budget=16, mixed_budget=6)
+    h.add("a", span(1, 3), 3)
+    assert rows(h.step()) == {"a": 3}
+    h.add("b", span(11, 60), 2)
+    assert rows(h.step()) == {"a": 1, "b": 5}
+    assert rows(h.step()) == {"a": 1, "b": 5}
+    assert rows(h.step()) == {"b": 16}  # a is done
+    h.run()
+    h.check_outputs()
+
+
+def test_one_whose_next_token_is_being_sampled_generates() -> None:
+    h = Harness(budget=16, mixed_budget=6)
+    h.add("a", span(1, 3), 9)
+    first = h.plan()
+    h.add("b", span(11, 60), 2)
+    second = h.plan()  # the first is in flight
+    assert rows(second) == {"b": 6}
+    h.land(first)
+    h.land(second)
+    h.run()
+    h.check_outputs()
+
+
+def test_all_that_generate_go_on_however_short_a_step_is() -> None:
+    h = Harness(budget=16, mixed_budget=1)
+    for i in range(3):
+        h.add(f"r{i}", span(10 * i, 10 * i + 3), 3)
+    h.step()
+    h.add("late", span(50, 60), 2)
+    assert rows(h.step()) == {"r0": 1, "r1": 1, "r2": 1}
+    h.run()
+    h.check_outputs()
+
+
+def test_a_step_is_never_over_its_own_limit() -> None:
+    h = Harness(budget=4, mixed_budget=99)
+    h.add("a", span(1, 3), 9)
+    h.step()
+    h.add("b", span(11, 60), 2)
+    assert rows(h.step()) == {"a": 1, "b": 3}
+
+
 def test_a_chunk_that_is_not_the_last_samples_nothing() -> None:
     h = Harness(budget=5)
     h.add("a", span(1, 12), 2)
@@ -136,6 +180,8 @@ def test_a_pool_that_holds_nothing_is_a_config_error() -> None:
     h = Harness()
     with pytest.raises(ConfigError, match="max_num_seqs"):
         Scheduler(h.cache, SchedulerConfig(max_num_seqs=0), max_model_len=10)
+    with pytest.raises(ConfigError, match="max_num_mixed_tokens"):
+        Scheduler(h.cache, SchedulerConfig(max_num_mixed_tokens=0), max_model_len=10)
     assert CacheConfig().block_size == 16
 
 

@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.sampled_from(sorted(GROUPS)),
         n_blocks=st.integers(4, 32),
         budget=st.sampled_from([1, 3, 7, 16, 64, 64, 64]),
+        mixed_budget=st.sampled_from([1, 5, 12, 64]),
         max_seqs=st.integers(1, 8),
         hasher=st.sampled_from([None, None, SEVEN]),
         wait_s=st.sampled_from([0.0, 0.5, 0.5, 1.0, 1e9]),
@@ -56,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups: str,
         n_blocks: int,
         budget: int,
+        mixed_budget: int,
         max_seqs: int,
         hasher: Hasher | None,
         wait_s: float,
@@ -66,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             groups=GROUPS[groups],
             n_blocks=n_blocks * n,
             budget=budget,
+            mixed_budget=mixed_budget,
             max_seqs=max_seqs,
             max_model_len=60,
             hasher=hasher,
@@ -151,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def take_off(self) -> None:
         before = {seq.request_id: seq.n_admissions for seq in self.h.sched.running() + self.h.sched.waiting()}
+        generating = [seq for seq in self.h.sched.running() if len(seq.chain) - seq.n_scheduled <= 1]
         plan = self.h.sched.plan()
         self.h.sched.audit()
         self.check_waits(before, plan)
@@ -158,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.flying or not self.live(), "nothing runs, nothing is in flight, and somebody waits"
         else:
             assert plan.n_tokens <= self.h.budget
+            assert plan.n_tokens <= max(self.h.mixed_budget, len(generating)) or not generating
             assert self.h.sched.n_running <= self.h.max_seqs
             self.flying.append(plan)
 

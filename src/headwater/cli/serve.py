@@ -15,7 +15,7 @@ from headwater.cli import keys
 from headwater.cli.loading import LoadingBar
 from headwater.cli.ui_arguments import ui_config
 from headwater.config import EngineConfig, ModelConfig
-from headwater.engine.messages import Loading
+from headwater.engine.messages import EngineInfo, Loading
 from headwater.engine.options import OPTIONS, engine_config
 from headwater.errors import ConfigError
 from headwater.model.resolve import resolve
@@ -85,7 +85,7 @@ def announce(front: Front, url: str) -> None:
             f"{info.n_blocks} blocks of {info.block_size} tokens in {groups}, {kv_mib:.0f} MiB{kv_kind}",
         ),
         ("reuse", caching),
-        ("steps", f"up to {info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens, {threads}"),
+        ("steps", f"up to {_count(info.max_num_seqs, 'request')}, {_step_tokens(info)}, {threads}"),
         ("keys", _keys(front.access)),
         *(("note", note) for note in info.notes),
     ]
@@ -119,6 +119,12 @@ def _keys(access: Access) -> str:
     operator = "an admin key" if access.has_admin_key else "no admin key: metrics, reset and the page are closed"
     apart = "cached prefixes of each key apart" if access.derives_salts else "cached prefixes shared by all keys"
     return f"{_count(access.n_api_keys, 'API key')}, {operator}; {apart}"
+
+
+def _step_tokens(info: EngineInfo) -> str:
+    most, mixed = info.max_num_batched_tokens, info.max_num_mixed_tokens
+    shorter = "" if mixed is None or mixed >= most else f" ({mixed} while requests generate)"
+    return _count(most, "token") + shorter
 
 
 def _count(n: int, what: str) -> str:

@@ -208,7 +208,9 @@ class StepBench:
         """Tokens to ask for: the first rows already decode while the last are still being prefilled."""
         if not case.n_decode:
             return 1
-        chunks = -(-case.rows * (case.context - case.cached) // self._built.core.info.max_num_batched_tokens)
+        info = self._built.core.info
+        chunk = min(info.max_num_batched_tokens, info.max_num_mixed_tokens or info.max_num_batched_tokens)
+        chunks = -(-case.rows * (case.context - case.cached) // chunk)
         return case.n_decode + chunks + case.rows + 1
 
     def _all_decode(self, n_rows: int) -> bool:

@@ -113,6 +113,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Of the KV store; auto is ``dtype``."""
     explain: bool = True
     """Does every request keep the account of what it reused?"""
+    max_num_mixed_tokens: int | None = None
+    """Most tokens of a step while requests generate; None: as many as of any step."""
 
 
 class Timing(msgspec.Struct, frozen=True):

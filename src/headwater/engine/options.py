@@ -63,6 +63,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_model_len", "scheduler", "max_model_len", int, "most tokens of prompt and output together", 2),
     Option("max_num_seqs", "scheduler", "max_num_seqs", int, "most requests in one step"),
     Option("max_num_batched_tokens", "scheduler", "max_num_batched_tokens", int, "token budget of one step"),
+    Option(
+        "max_num_mixed_tokens",
+        "scheduler",
+        "max_num_mixed_tokens",
+        int,
+        "token budget of one step while requests generate: they wait for a step between two tokens",
+    ),
     Option("max_waiting", "scheduler", "max_waiting", int, "most requests in the queue; more are refused with 503"),
     Option(
         "in_flight_wait",

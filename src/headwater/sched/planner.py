@@ -14,7 +14,9 @@ from headwater.sched.sequence import Sequence, Status
 
 
 class Planner:
-    """Running sequences first (decodes, then prefills that are not done), then the queue, within the budgets.
+    """Running sequences first (decodes, then prefills that are not done), then the queue, within the budgets:
+    ``max_tokens`` for a step; ``max_mixed_tokens`` if that is less and sequences generate, whose next tokens wait for
+    the step to end. (All of those get one, so far as ``max_tokens`` goes, even if that leaves nothing for others.)
 
     The queue is served strictly in its order (priority, then arrival): where one does not fit, nobody behind it is
     tried. Only one that a part holds back (``NotYet``) is passed over. It keeps its place in the queue, and what it
@@ -33,6 +35,7 @@ class Planner:
         *,
         max_seqs: int,
         max_tokens: int,
+        max_mixed_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache
@@ -41,28 +44,34 @@ class Planner:
         self._parts = parts
         self._max_seqs = max_seqs
         self._max_tokens = max_tokens
+        self._max_mixed_tokens = max_mixed_tokens
         self._block_sizes = tuple(group.block_size for group in cache.groups)
 
     def draft(self) -> Draft:
-        draft = Draft(self._max_tokens)
-        self._go_on(draft)
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        n_sampled = 0  # whose next token is being sampled by a step in flight
+        for seq in self._places.running:
+            n_left = len(seq.chain) - seq.n_scheduled
+            if n_left > 1:
+                prefills.append(seq)
+            elif n_left == 1:
+                decodes.append(seq)
+            else:
+                n_sampled += 1
+        budget = self._max_tokens
+        if decodes or n_sampled:
+            budget = min(budget, max(self._max_mixed_tokens, len(decodes)))
+        draft = Draft(budget)
+        self._go_on(decodes + prefills, draft)
         # While running sequences lack blocks there are none for newcomers. (With steps in flight a newcomer, it may
         # be the very sequence that has just yielded, would take for ever what the other waits for.)
         if not draft.short or not (draft.entries or len(self._places.in_flight)):
             self._admit(draft)
         return draft
 
-    def _go_on(self, draft: Draft) -> None:
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for seq in self._places.running:
-            n_left = len(seq.chain) - seq.n_scheduled
-            if n_left == 1:
-                decodes.append(seq)
-            elif n_left > 1:
-                prefills.append(seq)
-            # n_left == 0: its next token is being sampled by a step in flight
-        for seq in decodes + prefills:
+    def _go_on(self, running: list[Sequence], draft: Draft) -> None:
+        for seq in running:
             if draft.budget == 0:
                 return
             if seq.status is not Status.RUNNING:

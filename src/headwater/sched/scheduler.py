@@ -55,7 +55,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         parts: Iterable[Part] = (),
     ) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens", "max_waiting"):
             if getattr(config, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(config, name)}")
         if not config.in_flight_wait_s >= 0:
@@ -78,6 +78,7 @@ class Scheduler:
             self._parts,
             max_seqs=config.max_num_seqs,
             max_tokens=config.max_num_batched_tokens,
+            max_mixed_tokens=config.max_num_mixed_tokens,
             clock=clock,
         )
         self._n_arrived = 0
