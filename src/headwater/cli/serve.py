@@ -123,7 +123,7 @@ def _keys(access: Access) -> str:
 
 def _step_tokens(info: EngineInfo) -> str:
     most, mixed = info.max_num_batched_tokens, info.max_num_mixed_tokens
-    shorter = "" if mixed is None or mixed >= most else f" ({mixed} while requests generate)"
+    shorter = "" if mixed is None or mixed == most else f" ({mixed} while requests generate)"
     return _count(most, "token") + shorter
 
 

@@ -209,7 +209,7 @@ class StepBench:
         if not case.n_decode:
             return 1
         info = self._built.core.info
-        chunk = min(info.max_num_batched_tokens, info.max_num_mixed_tokens or info.max_num_batched_tokens)
+        chunk = info.max_num_mixed_tokens or info.max_num_batched_tokens
         chunks = -(-case.rows * (case.context - case.cached) // chunk)
         return case.n_decode + chunks + case.rows + 1
 

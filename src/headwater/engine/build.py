@@ -209,7 +209,7 @@ def _info(
         hash_algo=config.cache.hash_algo,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_num_mixed_tokens=config.scheduler.max_num_mixed_tokens,
+        max_num_mixed_tokens=min(config.scheduler.max_num_mixed_tokens, config.scheduler.max_num_batched_tokens),
         row_invariant=row_invariant,
         explain=config.scheduler.explain,
         notes=notes,

@@ -50,17 +50,16 @@ class Planner:
     def draft(self) -> Draft:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        n_sampled = 0  # whose next token is being sampled by a step in flight
-        for seq in self._places.running:
+        running = self._places.running
+        for seq in running:
             n_left = len(seq.chain) - seq.n_scheduled
             if n_left > 1:
                 prefills.append(seq)
             elif n_left == 1:
                 decodes.append(seq)
-            else:
-                n_sampled += 1
+            # n_left == 0: its next token is being sampled by a step in flight
         budget = self._max_tokens
-        if decodes or n_sampled:
+        if len(running) > len(prefills):  # somebody generates
             budget = min(budget, max(self._max_mixed_tokens, len(decodes)))
         draft = Draft(budget)
         self._go_on(decodes + prefills, draft)
